@@ -1,0 +1,70 @@
+"""Every ``VDSA_*`` environment variable: its default, its parser and its help.
+
+Values are read at each access, never at import. The prefix is not ``VLLM_``: vLLM warns on names it does not know.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class EnvVar:
+    """One variable: its default as text, the parser of that text, and a line of help."""
+
+    default: str
+    parse: Callable[[str], Any]
+    help: str
+
+
+def _parse_bool(text: str) -> bool:
+    lowered = text.strip().lower()
+    if lowered in ("1", "true"):
+        return True
+    if lowered in ("0", "false", ""):
+        return False
+    raise ValueError("allowed: 0, 1, true, false")
+
+
+def _parse_positive_int(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) == 0:
+        raise ValueError("allowed: a whole number of at least 1")
+    return int(text)
+
+
+VARIABLES: dict[str, EnvVar] = {
+    "VDSA_VALIDATE": EnvVar(
+        default="0",
+        parse=_parse_bool,
+        help="Check values on the device too (one host sync a build): lengths, depths, slots, page ids.",
+    ),
+    "VDSA_MAX_LOGITS_MB": EnvVar(
+        default="512",
+        parse=_parse_positive_int,
+        help="Largest float32 logits matrix of one prefill chunk, in MiB.",
+    ),
+    "VDSA_REQUIRE_GPU": EnvVar(
+        default="0",
+        parse=_parse_bool,
+        help="Tests only: a GPU test that finds no GPU fails instead of skipping.",
+    ),
+}
+
+
+def get(name: str) -> Any:
+    """Return the parsed value of a ``VDSA_*`` variable.
+
+    Raises
+    ------
+    KeyError
+        If `name` is not declared in this module.
+    ValueError
+        If the environment holds text that the variable's parser refuses.
+    """
+    variable = VARIABLES[name]
+    text = os.environ.get(name, variable.default)
+    try:
+        return variable.parse(text)
+    except ValueError as error:
+        raise ValueError(f"environment variable {name}={text!r}: {error}") from None

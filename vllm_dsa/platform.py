@@ -1,0 +1,78 @@
+"""What the GPU is: the one place that asks torch about it."""
+
+from dataclasses import dataclass
+
+import torch
+
+PLANNED_SM_COUNTS = {"sm90": 132, "sm100": 148}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """A device as this package sees it.
+
+    Attributes
+    ----------
+    family : int or None
+        Major CUDA compute capability (9 Hopper, 10 and 12 Blackwell); ``None`` without CUDA (CPU, ROCm, ...).
+    minor : int
+        Minor compute capability; 0 without CUDA.
+    num_sms : int
+        Streaming multiprocessors; 1 without CUDA, so that a schedule still has one slot.
+    name : str
+        What the driver calls the device.
+    """
+
+    family: int | None
+    minor: int
+    num_sms: int
+    name: str
+
+    @property
+    def arch(self) -> str:
+        """``sm90``, ``sm100``, ...; ``cpu`` without CUDA."""
+        return "cpu" if self.family is None else f"sm{self.family}{self.minor}"
+
+
+CPU = DeviceInfo(family=None, minor=0, num_sms=1, name="cpu")
+
+
+def is_cuda() -> bool:
+    """Whether torch is a CUDA (not ROCm) build and sees a GPU."""
+    return torch.version.cuda is not None and torch.cuda.is_available()
+
+
+def current_device(device: torch.device | int | None = None) -> DeviceInfo:
+    """Describe a device; ``None`` means the current CUDA device, or the CPU where there is none."""
+    if isinstance(device, torch.device) and device.type != "cuda":
+        return CPU
+    if not is_cuda():
+        return CPU
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceInfo(
+        family=properties.major,
+        minor=properties.minor,
+        num_sms=properties.multi_processor_count,
+        name=properties.name,
+    )
+
+
+def planned_device(arch: str) -> DeviceInfo:
+    """Describe a machine that is not this one, to plan for it.
+
+    Parameters
+    ----------
+    arch : {"sm90", "sm100", "cpu"}
+        ``sm90`` is an H100/H200 SXM (132 SMs), ``sm100`` a B200 (148 SMs).
+
+    Raises
+    ------
+    ValueError
+        If `arch` is none of them.
+    """
+    if arch == "cpu":
+        return CPU
+    if arch not in PLANNED_SM_COUNTS:
+        allowed = ", ".join([*PLANNED_SM_COUNTS, "cpu"])
+        raise ValueError(f"arch must be one of {allowed}, got {arch!r}")
+    return DeviceInfo(family=int(arch[2:-1]), minor=0, num_sms=PLANNED_SM_COUNTS[arch], name=f"planned {arch}")
