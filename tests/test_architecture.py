@@ -1,0 +1,76 @@
+"""The rooms of docs/architecture.md: who may import whom, how large a file may be, what an import may do."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "vllm_dsa"
+
+# Each room and the rooms that it may import besides itself. A room that is missing here fails the test.
+ROOMS = {
+    "__init__": {"_version"},
+    "_version": set(),
+    "platform": set(),
+    "envs": set(),
+    "config": set(),
+    "deep_gemm_wrapper": {"platform", "envs"},
+    "context_parallel": set(),
+    "reference": {"context_parallel"},
+    "ops": {"envs", "reference", "deep_gemm_wrapper"},
+    "indexer": {"envs", "deep_gemm_wrapper", "context_parallel", "reference", "ops"},
+    "runner": {"platform", "envs", "config", "deep_gemm_wrapper", "context_parallel", "reference", "ops", "indexer"},
+    "cli": {"_version", "platform", "envs", "config", "deep_gemm_wrapper", "indexer", "runner"},
+}
+
+
+def room_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0].removesuffix(".py")
+
+
+def imported_rooms(path: Path) -> set[str]:
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        rooms |= {name.split(".")[1] for name in names if name.startswith("vllm_dsa.")}
+    return rooms
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_arrows_point_downwards(path):
+    room = room_of(path)
+    assert imported_rooms(path) <= ROOMS[room] | {room} | {"__version__"}
+
+
+def test_files_are_small():
+    for root in (PACKAGE, PACKAGE.parent / "tests"):
+        sizes = {path: len(path.read_text().splitlines()) for path in root.rglob("*.py")}
+        assert max(sizes.values()) < 500, max(sizes, key=sizes.get)
+        assert median(sizes.values()) < 150
+
+
+def test_import_does_nothing():
+    """No CUDA context, no folder, no log handler but the null one, no heavy optional library."""
+    program = """
+import logging, os, sys, pathlib, tempfile
+os.environ["HOME"] = os.environ["XDG_CACHE_HOME"] = home = tempfile.mkdtemp()
+before = logging.getLogger().handlers[:]
+import vllm_dsa, vllm_dsa.indexer, vllm_dsa.ops, vllm_dsa.reference, vllm_dsa.deep_gemm_wrapper, vllm_dsa.runner
+import torch
+assert not torch.cuda.is_initialized()
+assert logging.getLogger().handlers == before
+assert [type(h) for h in logging.getLogger("vllm_dsa").handlers] == [logging.NullHandler]
+assert not list(pathlib.Path(home).iterdir()), list(pathlib.Path(home).iterdir())
+loaded = {"typer", "rich", "matplotlib", "deep_gemm", "vllm", "transformers"} & set(sys.modules)
+assert not loaded, loaded
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

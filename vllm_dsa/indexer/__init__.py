@@ -1,0 +1,24 @@
+"""The indexer's metadata: the plan of a step, the builder and its buffers, prefill chunks."""
+
+from vllm_dsa.indexer.batch import DecodeBatch, IndexerDecodeMetadata, PrefillBatch, PrefillChunk
+from vllm_dsa.indexer.builder import IndexerMetadataBuilder
+from vllm_dsa.indexer.config import CudaGraphSupport, IndexerConfig, cudagraph_support, startup_fields
+from vllm_dsa.indexer.costs import StepCosts, default_costs
+from vllm_dsa.indexer.plan import DecodeForm, StepPlan, plan_step
+
+__all__ = [
+    "CudaGraphSupport",
+    "DecodeBatch",
+    "DecodeForm",
+    "IndexerConfig",
+    "IndexerDecodeMetadata",
+    "IndexerMetadataBuilder",
+    "PrefillBatch",
+    "PrefillChunk",
+    "StepCosts",
+    "StepPlan",
+    "cudagraph_support",
+    "default_costs",
+    "plan_step",
+    "startup_fields",
+]
