@@ -152,7 +152,7 @@ def test_a_bad_batch_is_refused_and_no_buffer_is_written(change, error, message)
 
 
 def test_too_many_requests_are_refused():
-    with pytest.raises(ValueError, match="9 requests, config.max_num_seqs is 8"):
+    with pytest.raises(ValueError, match="9 requests"):
         IndexerMetadataBuilder(CONFIG, SM90).build_decode(make_batch([1] * 9, [1] * 9))
 
 
@@ -222,7 +222,7 @@ def test_startup_line(caplog):
         IndexerMetadataBuilder(CONFIG, SM90)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "indexer decode: use_flattening=False supports_varlen=False next_n=4 arch=sm90 deep_gemm=planned:unknown "
+        "indexer decode: use_flattening=False supports_varlen=False next_n=4 arch=sm90 deep_gemm=planned "
         "native_next_n=1,2,4 group_size=4 schedule_slots=66 num_sms=132"
     )
 

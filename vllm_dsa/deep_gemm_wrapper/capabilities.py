@@ -94,6 +94,7 @@ _MAIN_LINE = _BuildLine(
     num_heads=frozenset({32, 64}),
     prefill_signature=PrefillSignature.MAX_SEQLEN_K,
 )
+_OLD_MAIN_LINE = dataclasses.replace(_MAIN_LINE, prefill_signature=PrefillSignature.CLEAN_LOGITS)
 
 
 def static_capabilities(device: DeviceInfo, build: DeepGemmBuild | None) -> PagedMQALogitsCapabilities:
@@ -209,7 +210,9 @@ def _build_line(build: DeepGemmBuild) -> _BuildLine:
     if build.distribution == "tokenspeed-deepgemm" and build.version is not None:
         version = _version_key(build.version)
         # 2.5.0.post20260424 is older than nv_dev's next_n 4, 2.8 left that line.
-        if version < (2, 5, 0, 20260604) or version >= (2, 8):
+        if version < (2, 5, 0, 20260604):
+            return _OLD_MAIN_LINE
+        if version >= (2, 8):
             return _MAIN_LINE
     return _NV_DEV_LINE
 

@@ -121,7 +121,7 @@ def startup_fields(config: IndexerConfig, caps: PagedMQALogitsCapabilities) -> d
         "supports_varlen": str(caps.supports_varlen),
         "next_n": str(config.next_n),
         "arch": caps.arch,
-        "deep_gemm": "none" if caps.provider is None else f"{caps.provider}:{caps.version or 'unknown'}",
+        "deep_gemm": ":".join(part for part in (caps.provider or "none", caps.version) if part),
         "native_next_n": native,
         "group_size": str(plan.group_size),
         "schedule_slots": str(paged_mqa_logits_schedule_slots(caps.num_sms, plan.group_size, caps)),

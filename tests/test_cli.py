@@ -1,0 +1,198 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_dsa import __version__, envs
+from vllm_dsa.cli.app import app
+from vllm_dsa.cli.replay_tables import human_bytes
+
+GOOD = {"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [1, 2]}
+
+
+@pytest.fixture
+def run():
+    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def small_trace(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    lines = [json.dumps(GOOD | {"timestamp": 30 * i, "hash_ids": [1, 10 + i]}) for i in range(8)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+class TestReplay:
+    def test_tables(self, run, small_trace):
+        result = run("replay", small_trace, "--arch", "sm90", "--verify-every", "5")
+        assert result.exit_code == 0, result.output
+        for text in ("use_flattening=False", "native c=4", "mismatches: 0 of", "8 of 8 finished"):
+            assert text in result.output
+
+    def test_json(self, run, small_trace):
+        result = run("replay", small_trace, "--arch", "sm90", "--num-speculative-tokens", "2", "--json")
+        report = json.loads(result.stdout)
+        assert result.exit_code == 0
+        assert report["startup"]["use_flattening"] == "True"
+        assert report["startup"]["group_size"] == "4"
+        assert report["verification"]["mismatches"] == 0
+        assert report["tokens"]["output"] == 72
+        assert {"median", "p99", "count"} == set(report["build_us"]["decode"])
+
+    def test_limit_model_and_plot(self, run, small_trace, tmp_path):
+        png = tmp_path / "out.png"
+        result = run("replay", small_trace, "--limit", "2", "--model", "glm-5", "--plot", png)
+        assert result.exit_code == 0, result.output
+        assert "2 of 2 finished" in result.output
+        assert png.read_bytes().startswith(b"\x89PNG")
+
+    def test_skipped_lines_are_reported_with_their_numbers(self, run, small_trace):
+        with small_trace.open("a") as file:
+            file.write('{"timestamp": 0}\nnot json\n')
+        result = run("replay", small_trace, "--arch", "sm90")
+        assert result.exit_code == 0
+        assert "skipped: line 9:" in result.output
+        assert "skipped: line 10:" in result.output
+
+    def test_strict_stops_at_a_malformed_line(self, run, small_trace):
+        with small_trace.open("a") as file:
+            file.write("not json\n")
+        result = run("replay", small_trace, "--strict")
+        assert result.exit_code == 2
+        assert "line 9" in result.stderr
+        assert len(result.stderr.strip().splitlines()) == 1
+
+    def test_a_mismatch_is_exit_code_1(self, run, small_trace, mocker):
+        mocker.patch("vllm_dsa.runner.oracle.LOGITS_TOLERANCE", -1.0)
+        result = run("replay", small_trace, "--verify-every", "3")
+        assert result.exit_code == 1
+        assert "MISMATCH: step 3" in result.output
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["/no/such/trace.jsonl"], "no such file: /no/such/trace.jsonl"),
+            (["--model", "deepseek-v9"], "neither a preset"),
+            (["--arch", "sm80"], "arch must be one of"),
+            (["--step-ms", "0"], "step_ms must be positive"),
+            (["--max-num-seqs", "64", "--max-num-batched-tokens", "8"], "max_num_batched_tokens"),
+            (["--plot", "/no/such/folder/out.png"], "no such folder"),
+            (["--acceptance-rate", "2"], "--acceptance-rate"),
+            (["--num-speculative-tokens", "-1"], "--num-speculative-tokens"),
+            (["--limit", "0"], "--limit"),
+        ],
+    )
+    def test_bad_input_is_exit_code_2_and_no_traceback(self, run, arguments, message):
+        result = run("replay", *arguments)
+        assert result.exit_code == 2
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
+
+    def test_a_model_folder_with_a_bad_config(self, run, tmp_path):
+        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+        result = run("replay", "--model", tmp_path)
+        assert result.exit_code == 2
+        assert "model_type must be one of deepseek_v32, glm_moe_dsa, got 'llama'" in result.stderr
+
+    def test_a_folder_or_binary_file_as_trace(self, run, tmp_path):
+        assert run("replay", tmp_path).exit_code == 2
+        binary = tmp_path / "x.bin"
+        binary.write_bytes(b"\xff\xfe\x00")
+        result = run("replay", binary, "--arch", "cpu")
+        assert result.exit_code == 0
+        assert "skipped: line 1" in result.output
+
+    def test_interrupted(self, run, small_trace, mocker):
+        mocker.patch("vllm_dsa.cli.replay.Replay.run", side_effect=KeyboardInterrupt)
+        assert run("replay", small_trace).exit_code == 130
+
+
+class TestPlan:
+    def test_table(self, run):
+        result = run("plan", "--depths", "3,3,3,1", "--arch", "sm90")
+        assert result.exit_code == 0
+        for text in ("grouped", "7 (flattened 10)", "132 on 132 SMs", "2 *"):
+            assert text in result.output
+
+    def test_another_build(self, run):
+        result = run("plan", "--depths", "4,4", "--arch", "sm90", "--native", "1,2", "--json")
+        values = json.loads(result.stdout)
+        assert (values["form"], values["group_size"], values["num_groups"]) == ("grouped", 2, 4)
+        assert values["schedule_slots"] == 132
+
+    def test_native_4_halves_the_slots(self, run):
+        values = json.loads(run("plan", "--depths", "4,4", "--arch", "sm90", "--json").stdout)
+        assert (values["form"], values["schedule_slots"], values["num_sms"]) == ("native", 66, 132)
+
+    def test_this_machine_and_blackwell(self, run):
+        assert run("plan", "--depths", "2").exit_code == 0
+        assert "ragged" in run("plan", "--depths", "2,1", "--arch", "sm100").output
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--depths", "3,x"], "--depths must be whole numbers separated by commas, got '3,x'"),
+            (["--depths", "3,-1"], "depths must not be negative, got -1 for request 1"),
+            (["--depths", "3", "--native", "1,0"], "native_next_n must name"),
+            (["--depths", "3", "--arch", "sm70"], "arch must be one of"),
+        ],
+    )
+    def test_bad_input(self, run, arguments, message):
+        result = run("plan", *arguments)
+        assert result.exit_code == 2
+        assert message in result.stderr
+
+
+class TestInfo:
+    def test_tables_and_json(self, run):
+        assert "DeepGEMM" in run("info", "--help").output
+        result = run("info", "--json")
+        assert result.exit_code == 0
+        sections = json.loads(result.stdout)
+        assert sections["versions"]["vllm-dsa"] == __version__
+        assert set(sections["environment"]) == set(envs.VARIABLES)
+        assert "native_next_n" in sections["capabilities in use"]
+        assert "capabilities in use" in run("info").output
+
+    def test_it_prints_even_when_every_probe_fails(self, run, mocker):
+        for name in ("_versions", "_gpus", "_builds", "resolve_capabilities", "_environment"):
+            mocker.patch(f"vllm_dsa.cli.info.{name}", side_effect=OSError("broken"))
+        result = run("info", "--json")
+        assert result.exit_code == 0
+        assert all(section == {"error": "OSError: broken"} for section in json.loads(result.stdout).values())
+
+    def test_every_build_found_is_listed(self, run, mocker):
+        from vllm_dsa.deep_gemm_wrapper import DeepGemmBuild, DeepGemmUnavailableError
+
+        builds = [
+            DeepGemmBuild("deep_gemm", "sgl-deep-gemm", "0.2.5", "/a"),
+            DeepGemmBuild("vllm.third_party.deep_gemm", "vllm", "0.33.0", "/b"),
+        ]
+        mocker.patch("vllm_dsa.cli.info.find_builds", return_value=builds)
+        mocker.patch("vllm_dsa.cli.info.load_deep_gemm", side_effect=DeepGemmUnavailableError("no such symbol"))
+        found = json.loads(run("info", "--json").stdout)["deep_gemm builds"]
+        assert [build["version"] for build in found] == ["0.2.5", "0.33.0"]
+        assert "no such symbol" in found[0]["loaded"]
+
+
+def test_version(run):
+    assert run("--version").output.strip() == __version__
+
+
+def test_without_the_cli_extra_the_message_says_what_to_install(tmp_path):
+    program = (
+        "import sys; sys.modules['typer'] = None\n"
+        "from vllm_dsa.cli import main\n"
+        "main()"
+    )  # fmt: skip
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr == "vllm-dsa: typer is not installed: pip install 'vllm-dsa[cli]'\n"
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 KB"), (2.5e13, "25 TB")])
+def test_human_bytes(count, text):
+    assert human_bytes(count) == text

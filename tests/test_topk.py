@@ -1,0 +1,186 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_dsa import ops
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+INF, NAN = math.inf, math.nan
+POISON = 0x7F7F7F7F
+
+
+def brute_force(logits, lengths, k, starts=None):
+    """Python's sort with an explicit key: not-a-number last, then value down, then index up."""
+    rows = []
+    for row, (values, length) in enumerate(zip(logits.tolist(), lengths.tolist(), strict=True)):
+        start = 0 if starts is None else int(starts[row])
+        window = values[start : max(start, min(start + length, len(values)))]
+        order = sorted(
+            range(len(window)), key=lambda i: (math.isnan(window[i]), -window[i] if window[i] == window[i] else 0, i)
+        )
+        chosen = sorted(order[:k])
+        rows.append(chosen + [-1] * (k - len(chosen)))
+    return torch.tensor(rows, dtype=torch.int32).view(len(rows), k)
+
+
+def check(logits, lengths, k, starts=None):
+    lengths = torch.tensor(lengths, dtype=torch.int32)
+    starts = None if starts is None else torch.tensor(starts, dtype=torch.int32)
+    before = logits.clone()
+    out = torch.full((logits.shape[0], k), POISON, dtype=torch.int32)
+    found = ops.topk_indices(logits, lengths, k, starts=starts, out=out)
+    assert found is out
+    assert torch.equal(found, brute_force(logits, lengths, k, starts))
+    assert torch.equal(found, ops.topk_indices(logits, lengths, k, starts=starts))
+    assert torch.equal(logits.nan_to_num(nan=1.5), before.nan_to_num(nan=1.5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1, 7, 64, 300])
+def test_random_rows_of_every_length_around_k(dtype, k, generator):
+    lengths = [0, 1, k - 1, k, k + 1, 299, 300, 400, -3]
+    check(torch.randn(len(lengths), 300, generator=generator).to(dtype), lengths, k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_equal_rows_take_the_lowest_indices(dtype):
+    logits = torch.tensor([0.0, -1.5, INF, -INF, NAN])[:, None].expand(5, 200).to(dtype).contiguous()
+    check(logits, [200, 200, 200, 200, 200], 64)
+    found = ops.topk_indices(logits, torch.full((5,), 200, dtype=torch.int32), 64)
+    assert torch.equal(found, torch.arange(64, dtype=torch.int32).expand(5, 64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_plateau_of_relu_zeros(dtype, generator):
+    logits = torch.randn(6, 500, generator=generator).clamp(min=0).to(dtype)
+    check(logits, [500, 499, 300, 257, 256, 255], 256)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_winners_above_a_plateau_keep_their_places(dtype, generator):
+    logits = torch.zeros(3, 4000, dtype=dtype)
+    winners = torch.randperm(4000, generator=generator)[:100].sort().values
+    logits[:, winners] = torch.rand(100, generator=generator).add(1).to(dtype)
+    check(logits, [4000, 4000, 2100], 2048)
+    found = ops.topk_indices(logits[:1], torch.tensor([4000], dtype=torch.int32), 2048)
+    assert torch.isin(winners.int(), found[0]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_signed_zeros_are_equal(dtype):
+    check(torch.tensor([[-0.0, 0.0, -0.0, 0.0, -1.0, 1.0]], dtype=dtype), [6], 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_infinities_and_nan(dtype):
+    row = [NAN, -INF, 3.0, INF, -NAN, -INF, 0.0, -65504.0]
+    logits = torch.tensor([row] * 8, dtype=dtype)
+    for k in range(1, 9):
+        check(logits, list(range(1, 9)), k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_windows_are_relative_to_their_start_and_clamped(dtype, generator):
+    logits = torch.randn(7, 120, generator=generator).clamp(min=0).to(dtype)
+    logits[:, :10] = 100.0
+    check(logits, [50, 110, 111, 5, 0, 1, 10**9], 16, starts=[10, 10, 10, 117, 30, 119, 120])
+
+
+def test_what_lies_outside_the_window_has_no_effect(generator):
+    logits = torch.randn(1, 300, generator=generator)
+    lengths, starts = (torch.tensor([n], dtype=torch.int32) for n in (100, 50))
+    expected = ops.topk_indices(logits, lengths, 32, starts=starts)
+    for poison in (NAN, INF, -INF):
+        poisoned = torch.full((1, 300), poison)
+        poisoned[:, 50:150] = logits[:, 50:150]
+        assert torch.equal(ops.topk_indices(poisoned, lengths, 32, starts=starts), expected)
+
+
+def test_a_row_does_not_depend_on_its_batch(generator):
+    logits = torch.randn(40, 3000, generator=generator).clamp(min=0)
+    lengths = torch.randint(0, 3001, (40,), generator=generator, dtype=torch.int32)
+    together = ops.topk_indices(logits, lengths, 2048)
+    for row in range(40):
+        assert torch.equal(ops.topk_indices(logits[row : row + 1], lengths[row : row + 1], 2048)[0], together[row])
+
+
+def test_more_rows_than_one_group_and_a_wide_row(generator):
+    logits = torch.randn(5, 1 << 21, generator=generator, dtype=torch.float32)
+    lengths = torch.tensor([1 << 21, 2049, 0, 2048, 1 << 20], dtype=torch.int32)
+    found = ops.topk_indices(logits, lengths, 2048)
+    for row in (0, 1, 2, 3, 4):
+        length = int(lengths[row])
+        best = logits[row, :length].topk(min(2048, length)).indices.sort().values.int()
+        assert torch.equal(found[row, : len(best)], best)
+        assert (found[row, len(best) :] == -1).all()
+
+
+@given(
+    rows=st.lists(
+        st.lists(st.sampled_from([0.0, -0.0, 1.0, 2.0, -1.0, NAN, INF, -INF, 1e-45]), min_size=9, max_size=9),
+        min_size=1,
+        max_size=4,
+    ),
+    data=st.data(),
+)
+def test_equals_brute_force(rows, data):
+    count = len(rows)
+    lengths = data.draw(st.lists(st.integers(-1, 12), min_size=count, max_size=count))
+    starts = data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
+    k = data.draw(st.integers(1, 12))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
+    check(torch.tensor(rows, dtype=dtype), lengths, k, starts)
+
+
+def test_out_may_be_a_slice_of_a_larger_buffer(generator):
+    buffer = torch.full((4, 32), POISON, dtype=torch.int32)
+    logits = torch.randn(2, 50, generator=generator)
+    lengths = torch.tensor([50, 3], dtype=torch.int32)
+    ops.topk_indices(logits, lengths, 8, out=buffer[1:3, :8])
+    assert torch.equal(buffer[1:3, :8], brute_force(logits, lengths, 8))
+    assert (buffer[[0, 3]] == POISON).all()
+    assert (buffer[:, 8:] == POISON).all()
+
+
+def test_logits_may_be_a_slice_of_a_larger_buffer(generator):
+    wide = torch.randn(3, 64, generator=generator)
+    check(wide[:, :50], [50, 49, 3], 8)
+
+
+def test_no_rows_and_no_columns():
+    none = torch.empty(0, dtype=torch.int32)
+    assert ops.topk_indices(torch.empty(0, 9), none, 4).shape == (0, 4)
+    check(torch.empty(2, 0), [0, 5], 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"logits": torch.zeros(2, 9, dtype=torch.int32)}, TypeError, "logits has dtype torch.int32"),
+        ({"logits": torch.zeros(9)}, ValueError, "logits has shape"),
+        ({"logits": torch.zeros(9, 2).T}, ValueError, "logits has strides"),
+        ({"lengths": torch.zeros(2, dtype=torch.int64)}, TypeError, "lengths has dtype torch.int64"),
+        ({"lengths": torch.zeros(3, dtype=torch.int32)}, ValueError, "lengths has shape"),
+        ({"k": 0}, ValueError, "k is 0; allowed: at least 1"),
+        ({"k": 4.0}, TypeError, "k is 4.0"),
+        ({"starts": torch.zeros(1, dtype=torch.int32)}, ValueError, "starts has shape"),
+        ({"out": torch.zeros(2, 5, dtype=torch.int32)}, ValueError, r"out has shape \(2, 5\); allowed: \(2, 4\)"),
+        ({"out": torch.zeros(2, 4)}, TypeError, "out has dtype torch.float32"),
+    ],
+)
+def test_refuses_and_leaves_out_alone(change, error, message):
+    out = torch.full((2, 4), POISON, dtype=torch.int32)
+    good = {"logits": torch.zeros(2, 9), "lengths": torch.ones(2, dtype=torch.int32), "k": 4, "out": out}
+    with pytest.raises(error, match=message):
+        ops.topk_indices(**(good | change))
+    assert (out == POISON).all()
+
+
+def test_validate_finds_starts_out_of_range(monkeypatch):
+    monkeypatch.setenv("VDSA_VALIDATE", "1")
+    starts = torch.tensor([9, 10], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"starts\[1\] is 10; allowed: 0 to 9"):
+        ops.topk_indices(torch.zeros(2, 9), torch.ones(2, dtype=torch.int32), 4, starts=starts)

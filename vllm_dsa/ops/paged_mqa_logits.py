@@ -1,0 +1,91 @@
+"""Public operator: indexer logits of decode."""
+
+import torch
+
+from vllm_dsa import envs, reference
+from vllm_dsa.ops._checks import FP8_DTYPES, check_cache, check_int, check_tensor, check_values
+
+
+def paged_mqa_logits(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    *,
+    max_context_len: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Score the cached tokens of each request against its query rows.
+
+    ``logit[row, t] = k_scale[t] * sum_h relu(q[row, h] . k[t]) * weights[row, h]`` for ``t`` below the row's
+    length.
+
+    Parameters
+    ----------
+    q : torch.Tensor
+        (R, next_n, H, D) float8_e4m3fn, last stride 1, any device, see `fold_q`.
+    cache : torch.Tensor
+        (num_blocks, block_size, 1, D + 4) uint8, same device, see `IndexKCacheLayout`.
+    weights : torch.Tensor
+        (R * next_n, H) float32, same device, folded.
+    context_lens : torch.Tensor
+        (R, next_n) int32, same device: tokens that each row sees. Rows of a request may have any lengths, 0
+        included.
+    block_table : torch.Tensor
+        (R, W) int32 page ids, same device. Columns past a request's longest row are not read.
+    max_context_len : int
+        Columns of the result, in tokens, at least 0.
+    out : torch.Tensor, optional
+        (R * next_n, max_context_len) float32, last stride 1, same device; overwritten, every element of it.
+
+    Returns
+    -------
+    torch.Tensor
+        (R * next_n, max_context_len) float32 (or `out`), -inf at and past each row's length.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument has a type, dtype, shape, stride, device or range that is not allowed; with
+        ``VDSA_VALIDATE=1`` also if a length or a page id that is read is out of range. Nothing is written
+        then.
+
+    Notes
+    -----
+    Not checked otherwise: lengths against `max_context_len` (a longer row is cut) and against ``W *
+    block_size``, and page ids. The torch backend reads the lengths on the host, so it is not capturable in
+    a CUDA graph. Source: see `vllm_dsa.reference.paged_mqa_logits`.
+    """
+    check_tensor("q", q, dtypes=FP8_DTYPES, shape=(None, None, None, None))
+    num_reqs, next_n, num_heads, head_dim = q.shape
+    rows = num_reqs * next_n
+    block_size = check_cache(cache, head_dim=head_dim, device=q.device)
+    check_tensor("weights", weights, dtypes=(torch.float32,), shape=(rows, num_heads), device=q.device)
+    check_tensor("context_lens", context_lens, dtypes=(torch.int32,), shape=(num_reqs, next_n), device=q.device)
+    check_tensor("block_table", block_table, dtypes=(torch.int32,), shape=(num_reqs, None), device=q.device)
+    check_int("max_context_len", max_context_len, at_least=0)
+    if out is not None:
+        check_tensor("out", out, dtypes=(torch.float32,), shape=(rows, max_context_len), device=q.device)
+    if rows == 0 or max_context_len == 0:
+        return q.new_empty((rows, max_context_len), dtype=torch.float32) if out is None else out
+    if envs.get("VDSA_VALIDATE"):
+        _check_lengths(context_lens, max_context_len, block_table.shape[1] * block_size)
+        _check_pages(block_table, context_lens, block_size, cache.shape[0])
+    return reference.paged_mqa_logits(
+        q, cache, weights, context_lens, block_table, max_context_len=max_context_len, out=out
+    )
+
+
+def _check_lengths(context_lens: torch.Tensor, max_context_len: int, capacity: int) -> None:
+    upper = min(max_context_len, capacity)
+    wrong = (context_lens < 0) | (context_lens > upper)
+    allowed = f"0 to {upper} (max_context_len is {max_context_len}, block_table holds {capacity} tokens)"
+    check_values("context_lens", context_lens, wrong, allowed)
+
+
+def _check_pages(block_table: torch.Tensor, context_lens: torch.Tensor, block_size: int, num_blocks: int) -> None:
+    column = torch.arange(block_table.shape[1], device=block_table.device)
+    live = column * block_size < context_lens.amax(dim=1, keepdim=True)
+    wrong = live & ((block_table < 0) | (block_table >= num_blocks))
+    check_values("block_table", block_table, wrong, f"0 to {num_blocks - 1}")

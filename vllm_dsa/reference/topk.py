@@ -1,0 +1,90 @@
+"""Deterministic top-k of indexer logits."""
+
+import torch
+
+# Work arrays of one group of rows stay near 1 MiB each, so that they stay in the cache.
+_GROUP_ELEMENTS = 1 << 18
+
+
+def topk_indices(
+    logits: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    *,
+    starts: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the indices of the k highest logits of each row's window, in ascending order.
+
+    Parameters
+    ----------
+    logits : torch.Tensor
+        (rows, width) float32, bfloat16, float16 or float64. Only the window of a row is read.
+    lengths : torch.Tensor
+        (rows,) int32, tokens of the window; clamped to ``[0, width - start]``.
+    k : int
+        Tokens to choose, at least 1.
+    starts : torch.Tensor, optional
+        (rows,) int32, first column of the window; default 0.
+    out : torch.Tensor, optional
+        (rows, k) int32, overwritten, every element of it.
+
+    Returns
+    -------
+    torch.Tensor
+        (rows, k) int32 (or `out`), relative to the row's start. The first ``min(length, k)`` of a row are
+        unique, in range and ascending; the rest is -1.
+
+    Notes
+    -----
+    The highest value wins and ties go to the lowest index. ``-0.0`` equals ``0.0``; NaN ranks below
+    ``-inf``. The result of a row depends on that row alone. Starts are not checked here. Host syncs on a
+    GPU, so not capturable in a CUDA graph. Source: this project's rule on order and ties.
+    """
+    num_rows, width = logits.shape
+    if starts is None:
+        starts = torch.zeros_like(lengths)
+    if out is None:
+        out = torch.empty((num_rows, k), dtype=torch.int32, device=logits.device)
+    out.fill_(-1)
+    group = max(1, _GROUP_ELEMENTS // max(1, width))
+    for first in range(0, num_rows, group):
+        rows = slice(first, first + group)
+        _write_topk(logits[rows], starts[rows], lengths[rows], k, out[rows])
+    return out
+
+
+def _write_topk(logits: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, k: int, out: torch.Tensor) -> None:
+    column = torch.arange(logits.shape[1], device=logits.device)
+    start = starts.to(torch.int64).unsqueeze(1)
+    visible = (column >= start) & (column < start + lengths.unsqueeze(1))
+    keys = _sortable_keys(logits)
+    keys = keys.masked_fill(~visible, torch.iinfo(keys.dtype).min)
+    chosen = _choose(keys, min(k, logits.shape[1])) & visible
+
+    rank = chosen.cumsum(dim=1, dtype=torch.int32)
+    row, position = chosen.nonzero(as_tuple=True)
+    out[row, rank[row, position].to(torch.int64) - 1] = (position - start[row, 0]).to(torch.int32)
+
+
+def _choose(keys: torch.Tensor, k: int) -> torch.Tensor:
+    """Mask of the k highest keys of each row: all above the k-th, and the first of those that equal it."""
+    if k == 0:
+        return torch.zeros_like(keys, dtype=torch.bool)
+    threshold = keys.topk(k, dim=1).values[:, -1:]
+    above = keys > threshold
+    tied = keys == threshold
+    room = k - above.sum(dim=1, keepdim=True)
+    return above | (tied & (tied.cumsum(dim=1, dtype=torch.int32) <= room))
+
+
+def _sortable_keys(logits: torch.Tensor) -> torch.Tensor:
+    """Integers in the order of the logits: NaN lowest but one (the lowest is left for hidden columns)."""
+    bits_dtype = torch.int64 if logits.dtype == torch.float64 else torch.int32
+    wide = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
+    # Adding zero turns -0.0 into 0.0. Below zero, floats grow in magnitude as their bits do, so those are
+    # flipped.
+    bits = (wide + 0.0).view(bits_dtype)
+    limits = torch.iinfo(bits_dtype)
+    keys = torch.where(bits < 0, bits ^ limits.max, bits)
+    return keys.masked_fill(wide.isnan(), limits.min + 1)

@@ -1,0 +1,1 @@
+"""The step loop of an engine: trace, paged cache, continuous batching and speculative decode."""
