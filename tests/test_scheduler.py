@@ -1,4 +1,3 @@
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -21,25 +20,17 @@ def make(index: int, input_length: int, output_length: int, arrival_ms: float = 
 
 
 def make_scheduler(num_blocks: int = 100, rate: float = 0.7, seed: int = 0, **limits: int) -> Scheduler:
-    defaults = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 512,
-        "num_speculative_tokens": 3,
-        "max_model_len": 4096,
-    }
-    config = SchedulerConfig(**{**defaults, **limits})
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 512, "max_model_len": 4096, **limits}
+    config = SchedulerConfig(**{"num_speculative_tokens": 3, **limits})
     return Scheduler(config, BlockPool(num_blocks), AcceptanceModel(rate, seed))
 
 
-@dataclass
 class Cache:
     """The content of every slot of the cache, written as an engine would."""
 
-    pool: BlockPool
-    slots: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.slots = np.zeros(self.pool.num_blocks * self.pool.block_size, dtype=np.uint64)
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.slots = np.zeros(pool.num_blocks * pool.block_size, dtype=np.uint64)
 
     def slots_of(self, block_ids: list[int], start: int, stop: int) -> np.ndarray:
         positions = np.arange(start, stop)
@@ -117,13 +108,9 @@ def run(scheduler: Scheduler, requests: list[Request], step_ms: float = 25.0) ->
         else:
             now_ms += step_ms
         check_step(scheduler, step)
-        log.append(
-            (
-                [(decode.request.index, decode.start, decode.depth) for decode in step.decodes],
-                [(prefill.request.index, prefill.start, prefill.stop) for prefill in step.prefills],
-                [request.index for request in step.preempted],
-            )
-        )
+        decodes = [(decode.request.index, decode.start, decode.depth) for decode in step.decodes]
+        prefills = [(prefill.request.index, prefill.start, prefill.stop) for prefill in step.prefills]
+        log.append((decodes, prefills, [request.index for request in step.preempted]))
         for outcome in run_step(scheduler, cache, step):
             emitted[outcome.request.index] += outcome.num_new_tokens
             assert outcome.finished == (emitted[outcome.request.index] == outcome.request.target_output)
@@ -179,8 +166,9 @@ def test_the_youngest_is_preempted_recomputed_and_finishes() -> None:
     scheduler = make_scheduler(num_blocks=22, max_num_batched_tokens=2000)
     log, _ = run(scheduler, requests)
     assert [request.num_preemptions > 0 for request in requests] == [False, True]
-    assert any(preempted == [1] for _, _, preempted in log)  # type: ignore[misc]
-    recomputed = [chunk for _, prefills, _ in log for chunk in prefills if chunk[0] == 1]  # type: ignore[misc]
+    assert requests[1].num_cached_tokens == 0, "pages found again after a preemption are no prefix hit"
+    assert any(preempted == [1] for _, _, preempted in log)
+    recomputed = [chunk for _, prefills, _ in log for chunk in prefills if chunk[0] == 1]
     assert recomputed[-1][2] > 640, "outputs emitted before the preemption are prefilled again"
 
 
@@ -225,6 +213,7 @@ def test_a_prompt_prefix_is_reused_only_once_it_is_computed() -> None:
     assert [request.num_cached_tokens for request in requests] == [0, 0, 576]
     assert [(prefill.start, prefill.stop) for prefill in step.prefills] == [(576, 640)]
     assert requests[2].block_ids[:9] == requests[0].block_ids[:9]
+    assert requests[2].num_published_blocks == 9
 
 
 def test_a_finished_prompt_is_evicted_from_its_end() -> None:
@@ -276,9 +265,18 @@ def test_drafts_stop_at_the_last_output_and_at_the_token_budget() -> None:
     assert depths == [[3, 1], [2, 2], [2]]
 
 
-def test_the_cache_never_holds_more_than_max_model_len() -> None:
-    scheduler = make_scheduler(rate=1.0, max_model_len=110, num_blocks=2)
-    run(scheduler, [make(0, 100, 10)])
+def test_depths_and_outcomes_are_those_of_the_acceptance_model() -> None:
+    scheduler = make_scheduler(rate=0.5, seed=11)
+    request = make(7, 1, 400)
+    scheduler.add(request)
+    scheduler.complete(scheduler.schedule(0))
+    for step_of_request in range(60):
+        assert request.num_decode_steps == step_of_request
+        step = scheduler.schedule(0)
+        num_drafts = step.decodes[0].depth - 1
+        assert num_drafts == scheduler.acceptance.draft_length(7, step_of_request, 3)
+        accepted = scheduler.complete(step)[0].accepted
+        assert accepted == scheduler.acceptance.draw(7, step_of_request, num_drafts)
 
 
 def test_a_request_with_one_output_ends_with_its_prefill() -> None:
@@ -301,13 +299,9 @@ def test_requests_wait_for_their_arrival_in_order() -> None:
 
 def test_a_request_that_can_never_run_is_rejected_with_its_numbers() -> None:
     scheduler = make_scheduler(num_blocks=4, max_model_len=300)
-    with pytest.raises(
-        ValueError, match=r"request 0: input_length 250 \+ output_length 51 = 301 tokens, .*max_model_len 300"
-    ):
+    with pytest.raises(ValueError, match=r"request 0: input_length 250 \+ output_length 51 = 301 .*max_model_len 300"):
         scheduler.add(make(0, 250, 51))
-    with pytest.raises(
-        ValueError, match=r"request 1: input_length 250 \+ output_length 8 need 5 pages of 64 .*the 4 pages"
-    ):
+    with pytest.raises(ValueError, match=r"request 1: input_length 250 \+ output_length 8 need 5 pages .*the 4 pages"):
         scheduler.add(make(1, 250, 8))
     assert not scheduler.has_work
     run(scheduler, [make(2, 250, 7)])

@@ -3,6 +3,7 @@
 import torch
 
 from vllm_dsa import envs, reference
+from vllm_dsa.deep_gemm_wrapper import PagedMQALogitsCapabilities, fp8_paged_mqa_logits
 from vllm_dsa.ops._checks import FP8_DTYPES, check_cache, check_int, check_tensor, check_values
 
 
@@ -14,6 +15,9 @@ def paged_mqa_logits(
     block_table: torch.Tensor,
     *,
     max_context_len: int,
+    schedule_metadata: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    caps: PagedMQALogitsCapabilities | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Score the cached tokens of each request against its query rows.
@@ -36,13 +40,18 @@ def paged_mqa_logits(
         (R, W) int32 page ids, same device. Columns past a request's longest row are not read.
     max_context_len : int
         Columns of the result, in tokens, at least 0.
+    schedule_metadata, indices : torch.Tensor, optional
+        The step's schedule and, for a varlen launch, the request of each row; only DeepGEMM reads them.
+    caps : PagedMQALogitsCapabilities, optional
+        With a DeepGEMM provider, CUDA tensors and a schedule, DeepGEMM computes; otherwise the torch twin.
     out : torch.Tensor, optional
         (R * next_n, max_context_len) float32, last stride 1, same device; overwritten, every element of it.
 
     Returns
     -------
     torch.Tensor
-        (R * next_n, max_context_len) float32 (or `out`), -inf at and past each row's length.
+        (R * next_n, max_context_len) float32 (or `out`). Columns at and past a row's length are -inf from the
+        torch twin and undefined from DeepGEMM: do not read them.
 
     Raises
     ------
@@ -72,6 +81,19 @@ def paged_mqa_logits(
     if envs.get("VDSA_VALIDATE"):
         _check_lengths(context_lens, max_context_len, block_table.shape[1] * block_size)
         _check_pages(block_table, context_lens, block_size, cache.shape[0])
+    if q.is_cuda and schedule_metadata is not None and caps is not None and caps.provider is not None:
+        logits = fp8_paged_mqa_logits(
+            q,
+            cache,
+            weights,
+            context_lens,
+            block_table,
+            schedule_metadata,
+            max_context_len,
+            indices=indices,
+            caps=caps,
+        )
+        return logits if out is None else out.copy_(logits)
     return reference.paged_mqa_logits(
         q, cache, weights, context_lens, block_table, max_context_len=max_context_len, out=out
     )

@@ -121,7 +121,7 @@ class Replay:
         self.layout = IndexKCacheLayout(config.block_size, model.index_head_dim)
         self.cache = self.layout.allocate(config.num_blocks, device, fill=_POISON_BYTE)
         self.indexer = SyntheticIndexer(model, config.seed, device)
-        self.verifier = StepVerifier(self.indexer, self.cache, model.index_topk, config.verify_rows, config.seed)
+        self.verifier = StepVerifier(self.indexer, self.cache, model.index_topk, caps, config.verify_rows, config.seed)
         self.report = ReplayReport(
             startup=startup_fields(indexer_config, caps), num_index_layers=model.num_index_layers
         )

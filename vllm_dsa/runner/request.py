@@ -126,7 +126,7 @@ class Request:
         """
         self._check_range(start, stop, lowest=0)
         positions = np.arange(start, stop, dtype=np.uint64)
-        num_prompt = min(max(self.num_prompt - start, 0), stop - start)
+        num_prompt = max(self.num_prompt - start, 0)
         outputs = output_content_keys(np.uint64(self.index), positions[num_prompt:])
         if num_prompt == 0:
             return outputs

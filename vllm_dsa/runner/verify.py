@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vllm_dsa.deep_gemm_wrapper import PagedMQALogitsCapabilities
 from vllm_dsa.indexer import IndexerDecodeMetadata, PrefillChunk
 from vllm_dsa.ops import ScaleFormat, fold_q, gather_index_k, mqa_logits, paged_mqa_logits, topk_indices
 from vllm_dsa.ops.row_map import rows_of_tokens, tokens_of_rows
@@ -44,6 +45,8 @@ class StepVerifier:
         The paged index-K cache.
     topk : int
         Indices per row.
+    caps : PagedMQALogitsCapabilities
+        What the steps were planned for; decides who computes the decode logits.
     rows_per_step : int
         Rows checked in each part (decode, prefill) of a step.
     seed : int
@@ -51,8 +54,15 @@ class StepVerifier:
     """
 
     def __init__(
-        self, indexer: SyntheticIndexer, cache: torch.Tensor, topk: int, rows_per_step: int, seed: int
+        self,
+        indexer: SyntheticIndexer,
+        cache: torch.Tensor,
+        topk: int,
+        caps: PagedMQALogitsCapabilities,
+        rows_per_step: int,
+        seed: int,
     ) -> None:
+        self._caps = caps
         self._indexer = indexer
         self._cache = cache
         self._topk = topk
@@ -73,6 +83,9 @@ class StepVerifier:
             metadata.context_lens,
             metadata.block_table,
             max_context_len=metadata.max_context_len,
+            schedule_metadata=metadata.schedule_metadata,
+            indices=metadata.indices,
+            caps=self._caps,
         )
         logits = tokens_of_rows(row_logits, metadata.token_to_row)
         lens = tokens_of_rows(metadata.context_lens.flatten(), metadata.token_to_row)
