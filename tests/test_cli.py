@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from vllm_dsa import __version__, envs
 from vllm_dsa.cli.app import app
 from vllm_dsa.cli.replay_tables import human_bytes
+from vllm_dsa.ops import LogitsBackend
 
 GOOD = {"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [1, 2]}
 
@@ -66,7 +67,7 @@ class TestReplay:
         assert len(result.stderr.strip().splitlines()) == 1
 
     def test_a_mismatch_is_exit_code_1(self, run, small_trace, mocker):
-        mocker.patch("vllm_dsa.runner.oracle.LOGITS_TOLERANCE", -1.0)
+        mocker.patch.dict("vllm_dsa.runner.oracle.LOGITS_TOLERANCE", {LogitsBackend.REFERENCE: -1.0})
         result = run("replay", small_trace, "--verify-every", "3")
         assert result.exit_code == 1
         assert "MISMATCH: step 3" in result.output

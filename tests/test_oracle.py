@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from vllm_dsa.runner.oracle import check_row
+from vllm_dsa.ops import LogitsBackend
+from vllm_dsa.runner import oracle
 
 EXPECTED = torch.tensor([5.0, 1.0, 4.0, 1.0, 3.0, -2.0], dtype=torch.float64)
 ROW = torch.cat([EXPECTED.float(), torch.full((2,), float("-inf"))])
@@ -9,6 +10,10 @@ ROW = torch.cat([EXPECTED.float(), torch.full((2,), float("-inf"))])
 
 def indices(*values):
     return torch.tensor(values, dtype=torch.int32)
+
+
+def check_row(logits, selected, expected, topk, backend=LogitsBackend.REFERENCE):
+    return oracle.check_row(logits, selected, expected, topk, backend)
 
 
 def test_the_right_row_is_ok():
@@ -40,3 +45,10 @@ def test_a_wrong_selection_is_counted(selected):
 @pytest.mark.parametrize("row", [ROW * 1.0001, ROW.clone().index_fill_(0, torch.tensor([1]), float("nan")), ROW[:5]])
 def test_wrong_logits_are_noticed(row):
     assert not check_row(row, indices(0, 2, 4), EXPECTED, 3).ok
+
+
+def test_fp8_tensor_cores_may_err_more_and_only_that_much():
+    backend = LogitsBackend.DEEP_GEMM
+    assert check_row(ROW * 1.0003, indices(0, 2, 4), EXPECTED, 3, backend).ok
+    assert not check_row(ROW * 1.001, indices(0, 2, 4), EXPECTED, 3, backend).ok
+    assert check_row(ROW, indices(0, 2, 5), EXPECTED, 3, backend).misplaced > 0

@@ -26,14 +26,14 @@ def all_splits(lengths, split_kv=256):
     return [(r, s) for r, length in enumerate(lengths) for s in range(num_splits(length, split_kv))]
 
 
-def sm90_by_hand(lengths, num_slots, split_kv=256):
-    """Hand out the list of splits in order, the last slots one more."""
+def sm90_by_hand(lengths, num_slots, longer_runs_first=False, split_kv=256):
+    """Hand out the list of splits in order, the last slots (or the first) one more."""
     queue = [*all_splits(lengths, split_kv), (len(lengths), 0)]
     share, extra = divmod(len(queue) - 1, num_slots)
     rows, at = [], 0
     for slot in range(num_slots):
         rows.append(queue[at])
-        at += share + (slot >= num_slots - extra)
+        at += share + (slot < extra if longer_runs_first else slot >= num_slots - extra)
     return [*rows, queue[at]]
 
 
@@ -63,18 +63,24 @@ def walk(schedule, splits_of):
     return [order[begin:end] for begin, end in itertools.pairwise(at)], at, order
 
 
-@given(lengths=BATCHES, num_slots=SLOTS, next_n=st.integers(1, 4), split_kv=st.sampled_from([128, 256]))
-def test_sm90_properties(lengths, num_slots, next_n, split_kv):
-    schedule = sm90_schedule(lens(lengths, next_n), num_slots, split_kv=split_kv)
+@given(
+    lengths=BATCHES,
+    num_slots=SLOTS,
+    next_n=st.integers(1, 4),
+    longer_runs_first=st.booleans(),
+    split_kv=st.sampled_from([128, 256]),
+)
+def test_sm90_properties(lengths, num_slots, next_n, longer_runs_first, split_kv):
+    schedule = sm90_schedule(lens(lengths, next_n), num_slots, longer_runs_first=longer_runs_first, split_kv=split_kv)
     assert schedule.dtype == torch.int32
     assert schedule.shape == (num_slots + 1, 2)
-    assert [tuple(row) for row in schedule.tolist()] == sm90_by_hand(lengths, num_slots, split_kv)
+    assert [tuple(row) for row in schedule.tolist()] == sm90_by_hand(lengths, num_slots, longer_runs_first, split_kv)
     covered, at, order = walk(schedule, [(r, num_splits(n, split_kv)) for r, n in enumerate(lengths)])
     assert at == sorted(at)
     assert [unit for slot in covered for unit in slot] == order
     loads = [len(slot) for slot in covered]
     assert max(loads) - min(loads) <= 1
-    assert loads == sorted(loads)
+    assert loads == sorted(loads, reverse=longer_runs_first)
     assert schedule[-1].tolist() == [len(lengths), 0]
 
 

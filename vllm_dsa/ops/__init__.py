@@ -6,18 +6,20 @@
 from vllm_dsa.ops.fold_q import fold_q
 from vllm_dsa.ops.index_k_cache import gather_index_k, store_index_k
 from vllm_dsa.ops.mqa_logits import mqa_logits
-from vllm_dsa.ops.paged_mqa_logits import paged_mqa_logits
+from vllm_dsa.ops.paged_mqa_logits import LogitsBackend, paged_mqa_logits, paged_mqa_logits_backend
 from vllm_dsa.ops.topk import topk_indices
 from vllm_dsa.reference import IndexKCacheLayout, RopeStyle, ScaleFormat
 
 __all__ = [
     "IndexKCacheLayout",
+    "LogitsBackend",
     "RopeStyle",
     "ScaleFormat",
     "fold_q",
     "gather_index_k",
     "mqa_logits",
     "paged_mqa_logits",
+    "paged_mqa_logits_backend",
     "store_index_k",
     "topk_indices",
 ]

@@ -1,10 +1,29 @@
 """Public operator: indexer logits of decode."""
 
+import enum
+
 import torch
 
 from vllm_dsa import envs, reference
 from vllm_dsa.deep_gemm_wrapper import PagedMQALogitsCapabilities, fp8_paged_mqa_logits
 from vllm_dsa.ops._checks import FP8_DTYPES, check_cache, check_int, check_tensor, check_values
+
+
+class LogitsBackend(enum.Enum):
+    """Who computes a launch's logits."""
+
+    DEEP_GEMM = "deep_gemm"
+    REFERENCE = "reference"
+
+
+def paged_mqa_logits_backend(
+    q: torch.Tensor, schedule_metadata: torch.Tensor | None, caps: PagedMQALogitsCapabilities | None
+) -> LogitsBackend:
+    """Return who computes for these arguments of :func:`paged_mqa_logits`."""
+    loaded = caps is not None and caps.provider is not None
+    if q.is_cuda and schedule_metadata is not None and loaded:
+        return LogitsBackend.DEEP_GEMM
+    return LogitsBackend.REFERENCE
 
 
 def paged_mqa_logits(
@@ -81,7 +100,8 @@ def paged_mqa_logits(
     if envs.get("VDSA_VALIDATE"):
         _check_lengths(context_lens, max_context_len, block_table.shape[1] * block_size)
         _check_pages(block_table, context_lens, block_size, cache.shape[0])
-    if q.is_cuda and schedule_metadata is not None and caps is not None and caps.provider is not None:
+    backend = paged_mqa_logits_backend(q, schedule_metadata, caps)
+    if backend is LogitsBackend.DEEP_GEMM and schedule_metadata is not None:
         logits = fp8_paged_mqa_logits(
             q,
             cache,

@@ -38,7 +38,7 @@ def paged_mqa_schedule(
     -------
     torch.Tensor
         ``(slots + 1, 2)`` int32, a view of `out` when given. On CUDA with a DeepGEMM build the library computes it,
-        elsewhere the reference does, to the bit.
+        elsewhere the reference does; the cut of either suits every build.
 
     Raises
     ------

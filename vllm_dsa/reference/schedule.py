@@ -5,12 +5,18 @@ import torch
 DEFAULT_SPLIT_KV = 256
 
 
-def sm90_schedule(context_lens: torch.Tensor, num_slots: int, *, split_kv: int = DEFAULT_SPLIT_KV) -> torch.Tensor:
+def sm90_schedule(
+    context_lens: torch.Tensor,
+    num_slots: int,
+    *,
+    longer_runs_first: bool = False,
+    split_kv: int = DEFAULT_SPLIT_KV,
+) -> torch.Tensor:
     """Divide the KV splits of a batch over slots, as the SM90 kernels expect.
 
     A request owns ``ceil(length / split_kv)`` splits, its length being that of its last row; the list of
-    all splits, request by request, is cut into `num_slots` runs whose sizes differ by at most one, the
-    longer runs last. Slot ``s`` works from row ``s`` of the result up to row ``s + 1``.
+    all splits, request by request, is cut into `num_slots` runs whose sizes differ by at most one. Slot ``s``
+    works from row ``s`` of the result up to row ``s + 1``; the kernels take any such cut, whatever its order.
 
     Parameters
     ----------
@@ -18,6 +24,8 @@ def sm90_schedule(context_lens: torch.Tensor, num_slots: int, *, split_kv: int =
         (R, next_n) int32, tokens; any device. Only the last column is read.
     num_slots : int
         Slots, at least 1: the number of SMs, or half of it when two CTAs share a slot.
+    longer_runs_first : bool
+        The order that builds before next_n 4 use (2.5.0.post20260424); later ones put the longer runs last.
     split_kv : int
         Tokens of a split.
 
@@ -25,7 +33,8 @@ def sm90_schedule(context_lens: torch.Tensor, num_slots: int, *, split_kv: int =
     -------
     torch.Tensor
         (num_slots + 1, 2) int32 rows of (request, split of that request). The row past all work is (R, 0):
-        the last one, and every one when no request has a token.
+        the last one, and every one when no request has a token (2.5.0.post20260629 says (R - 1, 0) there, for
+        all but the last row; both mean no work).
 
     Notes
     -----
@@ -37,7 +46,8 @@ def sm90_schedule(context_lens: torch.Tensor, num_slots: int, *, split_kv: int =
     slot = torch.arange(num_slots + 1, device=context_lens.device)
     total = splits.sum()
     share, extra = total // num_slots, total % num_slots
-    start = slot * share + (slot - (num_slots - extra)).clamp(min=0)
+    longer_before = torch.minimum(slot, extra) if longer_runs_first else (slot - (num_slots - extra)).clamp(min=0)
+    start = slot * share + longer_before
     request, offset = _locate(start, ends, splits)
     return torch.stack([request, offset], dim=1).to(torch.int32)
 

@@ -8,7 +8,16 @@ import torch
 
 from vllm_dsa.deep_gemm_wrapper import PagedMQALogitsCapabilities
 from vllm_dsa.indexer import IndexerDecodeMetadata, PrefillChunk
-from vllm_dsa.ops import ScaleFormat, fold_q, gather_index_k, mqa_logits, paged_mqa_logits, topk_indices
+from vllm_dsa.ops import (
+    LogitsBackend,
+    ScaleFormat,
+    fold_q,
+    gather_index_k,
+    mqa_logits,
+    paged_mqa_logits,
+    paged_mqa_logits_backend,
+    topk_indices,
+)
 from vllm_dsa.ops.row_map import rows_of_tokens, tokens_of_rows
 from vllm_dsa.runner.oracle import RowCheck, check_row, expected_logits
 from vllm_dsa.runner.splitmix import Uint64Array
@@ -76,6 +85,7 @@ class StepVerifier:
         positions = np.concatenate([np.arange(r.start, len(r.contents)) for r in requests])
         q, weights = self._queries(np.concatenate([r.contents[r.start :] for r in requests]), positions)
         row_q, row_weights = rows_of_tokens(q, weights, metadata.row_to_token)
+        backend = paged_mqa_logits_backend(row_q, metadata.schedule_metadata, self._caps)
         row_logits = paged_mqa_logits(
             row_q.view(*metadata.context_lens.shape, *q.shape[1:]),
             self._cache,
@@ -95,7 +105,7 @@ class StepVerifier:
             which = int(np.searchsorted(starts, token, side="right")) - 1
             request, position = requests[which], int(positions[token])
             expected = expected_logits(self._indexer, request.contents[: position + 1])
-            check = check_row(logits[token], metadata.topk_indices[token], expected, self._topk)
+            check = check_row(logits[token], metadata.topk_indices[token], expected, self._topk, backend)
             yield f"decode, request {request.request_index}, position {position}", check
 
     def check_prefill(
@@ -112,7 +122,7 @@ class StepVerifier:
             chunk = next(c for c in chunks if c.token_start <= token < c.token_stop)
             logits, selected = self._prefill_row(chunk, token, request.contents[position], position)
             expected = expected_logits(self._indexer, request.contents[: position + 1])
-            check = check_row(logits, selected, expected, self._topk)
+            check = check_row(logits, selected, expected, self._topk, LogitsBackend.REFERENCE)
             yield f"prefill, request {request.request_index}, position {position}", check
 
     def _prefill_row(
