@@ -11,6 +11,10 @@ import torch
 from vllm_dsa import envs
 from vllm_dsa.platform import is_cuda
 
+if not is_cuda():
+    # Read when a kernel is decorated, so it must stand before anything imports vllm_dsa.kernels.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")

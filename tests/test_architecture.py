@@ -20,10 +20,15 @@ ROOMS = {
     "deep_gemm_wrapper": {"platform", "envs"},
     "context_parallel": set(),
     "reference": {"context_parallel"},
-    "ops": {"envs", "reference", "deep_gemm_wrapper"},
-    "indexer": {"envs", "deep_gemm_wrapper", "context_parallel", "reference", "ops"},
+    "kernels": {"platform", "envs"},
+    "ops": {"envs", "kernels", "reference", "deep_gemm_wrapper"},
+    "indexer": {"envs", "deep_gemm_wrapper", "context_parallel", "kernels", "reference", "ops"},
     "runner": {"platform", "envs", "config", "deep_gemm_wrapper", "context_parallel", "reference", "ops", "indexer"},
-    "cli": {"_version", "platform", "envs", "config", "deep_gemm_wrapper", "indexer", "runner"},
+    "bench": {
+        *("platform", "envs", "config", "deep_gemm_wrapper", "context_parallel", "reference", "ops", "indexer"),
+        "runner",
+    },
+    "cli": {"_version", "platform", "envs", "config", "deep_gemm_wrapper", "indexer", "runner", "bench"},
 }
 
 

@@ -86,7 +86,7 @@ def test_native_reads_the_engines_table():
     assert metadata.context_lens.tolist() == [[67, 68, 69, 70], [297, 298, 299, 300]]
     assert metadata.row_to_token is None
     assert metadata.decode_lens.tolist() == [4, 4, 0]
-    assert metadata.max_context_len == 300
+    assert metadata.max_context_len == WIDTH_TOKENS
     assert metadata.topk_indices.shape == (8, 16)
 
 
@@ -122,7 +122,7 @@ def test_compressed_and_context_parallel_lengths():
     metadata = IndexerMetadataBuilder(config, SM90).build_decode(make_batch([2], [300]))
     # Rank 1 of 2 holds 148 of the first 299 and 300 tokens (4 at a time), which is 37 states of 4.
     assert metadata.context_lens.tolist() == [[37, 37]]
-    assert metadata.max_context_len == 37
+    assert metadata.max_context_len == WIDTH_TOKENS
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import pytest
 from vllm_dsa.deep_gemm_wrapper import (
     DeepGemmBuild,
     PrefillSignature,
+    check_num_sms,
     native_next_n_supported,
     paged_mqa_logits_schedule_slots,
     planned_capabilities,
@@ -13,10 +14,19 @@ from vllm_dsa.deep_gemm_wrapper import (
 )
 from vllm_dsa.deep_gemm_wrapper import capabilities as capabilities_module
 from vllm_dsa.deep_gemm_wrapper.capabilities import prefill_signature
+from vllm_dsa.deep_gemm_wrapper.probe import ProbedNextN
 from vllm_dsa.platform import CPU, DeviceInfo
 
 NV_DEV = DeepGemmBuild("deep_gemm", "tokenspeed-deepgemm", "2.5.0.post20260629", "/x")
 ANY = frozenset(range(1, 9))
+
+
+@pytest.fixture(autouse=True)
+def probed(mocker):
+    """What the loaded kernel would accept; asking needs a GPU."""
+    answer = ProbedNextN(native=frozenset({1, 2, 4}), paired=frozenset({4}))
+    mocker.patch.object(capabilities_module.torch.cuda, "current_device", return_value=0)
+    return mocker.patch.object(capabilities_module, "probe_next_n", return_value=answer)
 
 
 def device(family: int | None, num_sms: int = 132) -> DeviceInfo:
@@ -84,6 +94,30 @@ def test_num_sms_is_what_the_library_counts(mocker):
     caps = resolve_capabilities()
     assert caps.num_sms == 130
     assert caps.prefill_signature is PrefillSignature.MAX_SEQLEN_K
+
+
+def test_the_probe_corrects_the_table(mocker, probed):
+    loaded = mocker.Mock(build=NV_DEV)
+    loaded.module.get_num_sms.return_value = 132
+    mocker.patch.object(capabilities_module, "current_device", return_value=device(9))
+    mocker.patch.object(capabilities_module, "has_deep_gemm", return_value=True)
+    mocker.patch.object(capabilities_module, "load_deep_gemm", return_value=loaded)
+    probed.return_value = ProbedNextN(native=frozenset({1, 2}), paired=frozenset())
+    caps = resolve_capabilities()
+    assert (caps.native_next_n, caps.paired_next_n) == ({1, 2}, frozenset())
+    probed.assert_called_once_with(0, 132)
+
+
+def test_a_changed_sm_count_is_an_error(mocker):
+    loaded = mocker.Mock(build=NV_DEV)
+    loaded.module.get_num_sms.return_value = 132
+    mocker.patch.object(capabilities_module, "is_cuda", return_value=True)
+    mocker.patch.object(capabilities_module, "load_deep_gemm", return_value=loaded)
+    caps = static_capabilities(device(9), NV_DEV)
+    check_num_sms(caps)
+    loaded.module.get_num_sms.return_value = 100
+    with pytest.raises(RuntimeError, match="schedules for 100 SMs now, the capabilities say num_sms=132"):
+        check_num_sms(caps)
 
 
 def test_without_cuda_no_build_is_imported(mocker):

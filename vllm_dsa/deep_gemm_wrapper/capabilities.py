@@ -9,8 +9,11 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from vllm_dsa.deep_gemm_wrapper.builds import DeepGemmBuild, LoadedDeepGemm, has_deep_gemm, load_deep_gemm
-from vllm_dsa.platform import DeviceInfo, current_device, planned_device
+from vllm_dsa.deep_gemm_wrapper.probe import probe_next_n
+from vllm_dsa.platform import DeviceInfo, current_device, is_cuda, planned_device
 
 HOPPER = 9
 BLACKWELL_DATACENTER = 10
@@ -158,15 +161,42 @@ def resolve_capabilities() -> PagedMQALogitsCapabilities:
     """Return the capabilities of the DeepGEMM that this process loads, on the current device.
 
     The table of :func:`static_capabilities`, corrected by what the loaded module itself shows: the SM count that it
-    schedules for and the signature of its prefill call. Without CUDA nothing is imported.
+    schedules for, the signature of its prefill call and, on SM90, the next_n that its paged kernel accepts. The first
+    call per device asks the kernel, which compiles it (seconds); later ones remember. Without CUDA nothing is imported.
+
+    Raises
+    ------
+    DeepGemmUnavailableError
+        If the build can be imported but its paged kernel cannot run on this GPU.
     """
     device = current_device()
     if device.family is None or not has_deep_gemm():
         return static_capabilities(device, None)
     loaded = load_deep_gemm()
-    table = static_capabilities(_as_the_library_counts(device, loaded), loaded.build)
+    num_sms = _library_num_sms(loaded, device.num_sms)
+    table = static_capabilities(dataclasses.replace(device, num_sms=num_sms), loaded.build)
     signature = prefill_signature(loaded.function("fp8_fp4_mqa_logits"))
-    return table if signature is None else dataclasses.replace(table, prefill_signature=signature)
+    if signature is not None:
+        table = dataclasses.replace(table, prefill_signature=signature)
+    if device.family != HOPPER:
+        return table
+    probed = probe_next_n(torch.cuda.current_device(), num_sms)
+    return dataclasses.replace(table, native_next_n=probed.native, paired_next_n=probed.paired)
+
+
+def check_num_sms(caps: PagedMQALogitsCapabilities) -> None:
+    """Raise ``RuntimeError`` if the loaded library no longer schedules for the SMs that `caps` were resolved with.
+
+    A schedule cut for another count is an assertion in the library at the next launch, or an idle part of the GPU.
+    """
+    if caps.provider is None or not is_cuda():
+        return
+    num_sms = _library_num_sms(load_deep_gemm(), caps.num_sms)
+    if num_sms != caps.num_sms:
+        raise RuntimeError(
+            f"{caps.provider} schedules for {num_sms} SMs now, the capabilities say num_sms={caps.num_sms}: call "
+            "set_num_sms before resolve_capabilities, and make a new builder after a change"
+        )
 
 
 def prefill_signature(function: Callable[..., object]) -> PrefillSignature | None:
@@ -224,7 +254,6 @@ def _version_key(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in digits if part)
 
 
-def _as_the_library_counts(device: DeviceInfo, loaded: LoadedDeepGemm) -> DeviceInfo:
+def _library_num_sms(loaded: LoadedDeepGemm, default: int) -> int:
     # The library's own count is what its host check compares with; set_num_sms may have changed it.
-    num_sms = getattr(loaded.module, "get_num_sms", lambda: device.num_sms)()
-    return DeviceInfo(device.family, device.minor, num_sms, device.name)
+    return int(getattr(loaded.module, "get_num_sms", lambda: default)())

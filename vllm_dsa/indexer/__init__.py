@@ -5,6 +5,7 @@ from vllm_dsa.indexer.builder import IndexerMetadataBuilder
 from vllm_dsa.indexer.config import CudaGraphSupport, IndexerConfig, cudagraph_support, startup_fields
 from vllm_dsa.indexer.costs import StepCosts, default_costs
 from vllm_dsa.indexer.plan import DecodeForm, StepPlan, plan_step
+from vllm_dsa.indexer.views import logits_width
 
 __all__ = [
     "CudaGraphSupport",
@@ -19,6 +20,7 @@ __all__ = [
     "StepPlan",
     "cudagraph_support",
     "default_costs",
+    "logits_width",
     "plan_step",
     "startup_fields",
 ]

@@ -65,7 +65,7 @@ class IndexerDecodeMetadata:
     topk_indices : torch.Tensor
         ``(T, topk)`` where the step's selected indices go, one row per token.
     max_context_len : int
-        Host bound on `context_lens`: columns of the logits.
+        Host bound on `context_lens`: columns of the logits, one of few widths (:func:`~vllm_dsa.indexer.logits_width`).
     """
 
     plan: StepPlan

@@ -1,13 +1,15 @@
 """The builder's buffers: allocated once, at addresses that a captured graph may keep."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 
 from vllm_dsa.deep_gemm_wrapper import PagedMQALogitsCapabilities
+from vllm_dsa.indexer.batch import DecodeBatch
 from vllm_dsa.indexer.config import IndexerConfig
 from vllm_dsa.indexer.plan import DecodeForm, StepPlan, legal_group_sizes
-from vllm_dsa.reference.expand_decode import ExpandedDecode
+from vllm_dsa.kernels.expand_decode import ExpandBuffers, ExpandSizes, launch_expand_decode
+from vllm_dsa.reference.expand_decode import ExpandedDecode, expand_decode
 
 # An idle SM of some DeepGEMM builds reads one length past the batch before it finds that it has no work.
 LENS_SLACK = 64
@@ -16,7 +18,7 @@ DUMMY_ROW = -1
 
 @dataclass(slots=True)
 class StepBuffers:
-    """One tensor per role, int32, sized for the largest step; every build rewrites each from end to end.
+    """One tensor per role, int32, sized for the largest step; past a step's own part each is as if never used.
 
     Attributes
     ----------
@@ -46,7 +48,7 @@ class StepBuffers:
     indices: torch.Tensor
     schedule_metadata: torch.Tensor
     topk_indices: torch.Tensor
-    _live_table_rows: int = 0
+    _used: ExpandSizes = field(default_factory=ExpandSizes)
 
     @classmethod
     def allocate(cls, config: IndexerConfig, caps: PagedMQALogitsCapabilities, device: torch.device) -> "StepBuffers":
@@ -71,30 +73,87 @@ class StepBuffers:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every buffer by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if not field.name.startswith("_")}
+        return {f.name: getattr(self, f.name) for f in fields(self) if not f.name.startswith("_")}
 
-    def store(self, expanded: ExpandedDecode, plan: StepPlan) -> None:
-        """Write a step and clear what an earlier, larger step left behind it."""
+    def expand(self, batch: DecodeBatch, plan: StepPlan, config: IndexerConfig) -> None:
+        """Write a step and clear what an earlier, larger step left behind it; one launch on a GPU.
+
+        Parameters
+        ----------
+        batch : DecodeBatch
+            Checked, on the buffers' device.
+        plan : StepPlan
+            Of the batch's depths.
+        config : IndexerConfig
+            What the buffers were allocated for.
+        """
+        native = plan.form is DecodeForm.NATIVE
+        step = ExpandSizes(
+            rows=plan.num_rows,
+            tokens=plan.num_tokens,
+            reqs=plan.num_reqs,
+            groups=plan.num_groups,
+            # The kernel reads the engine's own rows in NATIVE: nothing to copy.
+            table_rows=0 if native else plan.num_groups,
+        )
+        if runs_triton(self.context_lens.device):
+            self._expand_on_gpu(batch, plan, config, step)
+        else:
+            self._expand_by_twin(batch, plan, config, step)
+        self._used = step
+
+    def _expand_on_gpu(self, batch: DecodeBatch, plan: StepPlan, config: IndexerConfig, step: ExpandSizes) -> None:
+        launch_expand_decode(
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.block_table,
+            ExpandBuffers(
+                context_lens=self.context_lens,
+                block_table=self.block_table,
+                row_to_token=self.row_to_token,
+                token_to_row=self.token_to_row,
+                decode_lens=self.decode_lens,
+                indices=self.indices,
+            ),
+            group_size=plan.group_size,
+            step=step,
+            previous=self._used,
+            block_size=config.block_size,
+            dcp=(config.dcp.size, config.dcp.rank, config.dcp.interleave),
+            compress_ratio=config.compress_ratio,
+        )
+
+    def _expand_by_twin(self, batch: DecodeBatch, plan: StepPlan, config: IndexerConfig, step: ExpandSizes) -> None:
+        expanded = expand_decode(
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.block_table[:, : batch.block_table.shape[1] if step.table_rows else 0],
+            group_size=plan.group_size,
+            num_groups=plan.num_groups,
+            num_tokens=plan.num_tokens,
+            block_size=config.block_size,
+            dcp=config.dcp,
+            compress_ratio=config.compress_ratio,
+        )
         _store(self.context_lens, expanded.context_lens.flatten(), 0)
         _store(self.row_to_token, expanded.row_to_token, DUMMY_ROW)
         _store(self.token_to_row, expanded.token_to_row, 0)
         _store(self.decode_lens, expanded.decode_lens, 0)
-        self._store_indices(expanded.request_of_group)
-        native = plan.form is DecodeForm.NATIVE
-        self._store_table(expanded.block_table[:0] if native else expanded.block_table)
+        self.indices.copy_(_distinct_requests(len(self.indices), len(self.decode_lens), self.indices.device))
+        self.indices[: plan.num_groups] = expanded.request_of_group
+        self._store_table(expanded, step)
 
-    def _store_indices(self, request_of_group: torch.Tensor) -> None:
-        unused = _distinct_requests(len(self.indices), len(self.decode_lens), self.indices.device)
-        unused[: len(request_of_group)] = request_of_group
-        self.indices.copy_(unused)
-
-    def _store_table(self, table: torch.Tensor) -> None:
+    def _store_table(self, expanded: ExpandedDecode, step: ExpandSizes) -> None:
         # The table is the one large buffer: past the step only the rows that the last step used are cleared.
-        rows, width = table.shape
-        self.block_table[:rows, :width].copy_(table)
-        self.block_table[:rows, width:].zero_()
-        self.block_table[rows : self._live_table_rows].zero_()
-        self._live_table_rows = rows
+        width = expanded.block_table.shape[1]
+        self.block_table[: step.table_rows, :width].copy_(expanded.block_table[: step.table_rows])
+        self.block_table[: step.table_rows, width:].zero_()
+        self.block_table[step.table_rows : self._used.table_rows].zero_()
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether builds on a device run the Triton kernels; the torch twins do elsewhere."""
+    return device.type == "cuda"
 
 
 def _store(buffer: torch.Tensor, values: torch.Tensor, fill: int) -> None:

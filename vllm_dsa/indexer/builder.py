@@ -1,19 +1,25 @@
 """The metadata builder: from an engine's batch to what the indexer kernels of every layer read."""
 
+import functools
 import logging
 
 import torch
 
 from vllm_dsa import envs
-from vllm_dsa.deep_gemm_wrapper import PagedMQALogitsCapabilities
+from vllm_dsa.deep_gemm_wrapper import (
+    PagedMQALogitsCapabilities,
+    check_num_sms,
+    paged_mqa_logits_schedule_slots,
+)
 from vllm_dsa.indexer.batch import DecodeBatch, IndexerDecodeMetadata, PrefillBatch, PrefillChunk
 from vllm_dsa.indexer.buffers import StepBuffers
 from vllm_dsa.indexer.checks import check_decode_batch, check_decode_values, check_prefill_batch
 from vllm_dsa.indexer.config import IndexerConfig, startup_fields
 from vllm_dsa.indexer.plan import DecodeForm, StepPlan, plan_step
 from vllm_dsa.indexer.prefill import build_prefill_chunks
+from vllm_dsa.indexer.views import StepViews, logits_width, make_views
+from vllm_dsa.indexer.warmup import warmup_logits, warmup_plans
 from vllm_dsa.ops.schedule import paged_mqa_schedule
-from vllm_dsa.reference.expand_decode import expand_decode
 
 logger = logging.getLogger("vllm_dsa")
 
@@ -50,6 +56,8 @@ class IndexerMetadataBuilder:
         self.caps = caps
         self.device = torch.device(device)
         self._buffers = StepBuffers.allocate(config, caps, self.device)
+        # Plans repeat, and cutting eight views costs more host time than a launch.
+        self._views = functools.lru_cache(maxsize=1024)(self._make_views)
         fields = startup_fields(config, caps)
         logger.info("indexer decode: %s", " ".join(f"{key}={value}" for key, value in fields.items()))
 
@@ -76,26 +84,43 @@ class IndexerMetadataBuilder:
             If a tensor has another dtype, shape or device than documented, a depth is negative, the batch exceeds the
             configured sizes, or its table is too narrow. No buffer is written then. Values on the device are not
             checked unless ``VDSA_VALIDATE=1``.
+        RuntimeError
+            If the library's SM count was changed after the capabilities were resolved.
+
+        Notes
+        -----
+        On a GPU two launches, no allocation and no host sync. Not meant to be captured: the plan is host work. The
+        metadata's addresses depend on the plan alone, so what reads it may be.
         """
+        check_num_sms(self.caps)
         check_decode_batch(batch, self.config, self.device)
         plan = plan_step(batch.query_start_loc_cpu.diff().tolist(), self.caps)
         if envs.get("VDSA_VALIDATE"):
             check_decode_values(batch)
-        native = plan.form is DecodeForm.NATIVE
-        expanded = expand_decode(
-            batch.query_start_loc,
-            batch.seq_lens,
-            # The kernel reads the engine's own rows in NATIVE: no column to copy.
-            batch.block_table[:, :0] if native else batch.block_table,
-            group_size=plan.group_size,
-            num_groups=plan.num_groups,
-            num_tokens=plan.num_tokens,
-            block_size=self.config.block_size,
-            dcp=self.config.dcp,
-            compress_ratio=self.config.compress_ratio,
-        )
-        self._buffers.store(expanded, plan)
+        self._buffers.expand(batch, plan, self.config)
         return self._metadata(plan, batch)
+
+    def warmup(self, num_heads: int = 64, head_dim: int = 128) -> None:
+        """Compile everything that a decode step of this configuration can launch, before the first one does.
+
+        Parameters
+        ----------
+        num_heads, head_dim : int
+            Of the indexer's queries.
+
+        Notes
+        -----
+        Seconds on a GPU with an empty compiler cache, and it waits for the device. Leaves the buffers as new.
+        """
+        for plan in warmup_plans(self.config, self.caps):
+            self._buffers.expand(self._empty_request(plan.num_tokens), plan, self.config)
+            views = self._views(plan)
+            self._schedule(views.context_lens, views.indices, views.schedule_metadata)
+            warmup_logits(plan, self.config, self.caps, views.schedule_metadata, num_heads, head_dim)
+        nothing = plan_step([], self.caps)
+        self._buffers.expand(self._empty_request(0), nothing, self.config)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def build_prefill(self, batch: PrefillBatch) -> list[PrefillChunk]:
         """Cut a prefill batch into chunks whose logits fit ``config.max_logits_bytes``.
@@ -133,39 +158,42 @@ class IndexerMetadataBuilder:
             If the metadata is not one row per request, or a tensor does not match it.
         """
         self._check_draft_update(metadata, seq_lens, block_table)
-        lens = seq_lens.clamp(min=0) // self.config.compress_ratio
-        metadata.context_lens.copy_(lens[:, None])
+        lens = metadata.context_lens[:, 0]
+        torch.clamp(seq_lens, min=0, out=lens)
+        if self.config.compress_ratio > 1:
+            lens.floor_divide_(self.config.compress_ratio)
         if metadata.form is not DecodeForm.NATIVE:
             metadata.block_table[:, : block_table.shape[1]].copy_(block_table)
-        self._schedule(metadata.plan, metadata.context_lens, metadata.indices)
+        self._schedule(metadata.context_lens, metadata.indices, metadata.schedule_metadata)
+
+    def _empty_request(self, depth: int) -> DecodeBatch:
+        starts = torch.tensor([0, depth], dtype=torch.int32)
+        lens = torch.zeros(1, dtype=torch.int32, device=self.device)
+        return DecodeBatch(starts.to(self.device), starts, lens, lens.view(1, 1), max_seq_len=0)
 
     def _metadata(self, plan: StepPlan, batch: DecodeBatch) -> IndexerDecodeMetadata:
-        buffers = self._buffers
-        native = plan.form is DecodeForm.NATIVE
-        context_lens = buffers.context_lens[: plan.num_rows].view(plan.num_groups, plan.group_size)
-        indices = buffers.indices[: plan.num_groups] if plan.form is DecodeForm.RAGGED else None
+        views = self._views(plan)
+        self._schedule(views.context_lens, views.indices, views.schedule_metadata)
         max_local = self.config.dcp.local_lens(batch.max_seq_len) // self.config.compress_ratio
         return IndexerDecodeMetadata(
             plan=plan,
-            context_lens=context_lens,
-            block_table=batch.block_table[: plan.num_groups] if native else buffers.block_table[: plan.num_groups],
-            schedule_metadata=self._schedule(plan, context_lens, indices),
-            row_to_token=None if plan.rows_are_tokens else buffers.row_to_token[: plan.num_rows],
-            token_to_row=None if plan.rows_are_tokens else buffers.token_to_row[: plan.num_tokens],
-            decode_lens=buffers.decode_lens[: plan.num_reqs],
-            indices=indices,
-            topk_indices=buffers.topk_indices[: plan.num_tokens],
-            max_context_len=max(max_local, 1),
+            context_lens=views.context_lens,
+            block_table=batch.block_table[: plan.num_groups] if views.block_table is None else views.block_table,
+            schedule_metadata=views.schedule_metadata,
+            row_to_token=views.row_to_token,
+            token_to_row=views.token_to_row,
+            decode_lens=views.decode_lens,
+            indices=views.indices,
+            topk_indices=views.topk_indices,
+            max_context_len=logits_width(max_local, self.config.block_table_width * self.config.block_size),
         )
 
-    def _schedule(self, plan: StepPlan, context_lens: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
-        return paged_mqa_schedule(
-            context_lens,
-            self.config.block_size,
-            self.caps,
-            indices=indices,
-            out=self._buffers.schedule_metadata,
-        )
+    def _make_views(self, plan: StepPlan) -> StepViews:
+        num_slots = paged_mqa_logits_schedule_slots(self.caps.num_sms, plan.group_size, self.caps)
+        return make_views(self._buffers, plan, num_slots)
+
+    def _schedule(self, context_lens: torch.Tensor, indices: torch.Tensor | None, out: torch.Tensor) -> None:
+        paged_mqa_schedule(context_lens, self.config.block_size, self.caps, indices=indices, out=out)
 
     def _check_draft_update(
         self, metadata: IndexerDecodeMetadata, seq_lens: torch.Tensor, block_table: torch.Tensor

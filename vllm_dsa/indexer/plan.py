@@ -1,10 +1,10 @@
 """The plan of a decode step: one expansion with one parameter, the group size."""
 
 import enum
-from collections.abc import Sequence
+import functools
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from vllm_dsa.deep_gemm_wrapper import PagedMQALogitsCapabilities, native_next_n_supported
 from vllm_dsa.indexer.costs import StepCosts, default_costs
@@ -86,17 +86,19 @@ def plan_step(depths: Sequence[int], caps: PagedMQALogitsCapabilities, costs: St
     ValueError
         If a depth is negative.
     """
-    depth_array = np.asarray(depths, dtype=np.int64)
-    if depth_array.size and depth_array.min() < 0:
-        bad = int(np.argmin(depth_array))
-        raise ValueError(f"depths must not be negative, got {int(depth_array[bad])} for request {bad}")
-    num_reqs, num_tokens = depth_array.size, int(depth_array.sum())
-    live = depth_array[depth_array > 0]
+    count_of_depth = Counter(depths)
+    if count_of_depth and min(count_of_depth) < 0:
+        bad = next(i for i, depth in enumerate(depths) if depth < 0)
+        raise ValueError(f"depths must not be negative, got {depths[bad]} for request {bad}")
+    num_reqs, num_tokens = len(depths), sum(depths)
+    num_live = num_reqs - count_of_depth.pop(0, 0)
     if caps.supports_varlen:
-        return StepPlan(DecodeForm.RAGGED, 1, num_reqs, num_tokens, num_groups=num_tokens, kv_reads=live.size)
-    group_size, num_groups = _cheapest_group_size(live, caps, costs or default_costs(caps))
+        return StepPlan(DecodeForm.RAGGED, 1, num_reqs, num_tokens, num_groups=num_tokens, kv_reads=num_live)
+    group_size, num_groups = _cheapest_group_size(count_of_depth, caps, costs or default_costs(caps))
+    # A view of the engine's table needs its first rows to be exactly the kernel's rows.
+    is_native = not count_of_depth or (list(count_of_depth) == [group_size] and 0 not in depths[:num_live])
     return StepPlan(
-        form=_form(depth_array, live.size, group_size),
+        form=DecodeForm.NATIVE if is_native else _EXPANDED_FORM[group_size == 1],
         group_size=group_size,
         num_reqs=num_reqs,
         num_tokens=num_tokens,
@@ -111,11 +113,16 @@ def legal_group_sizes(max_depth: int, caps: PagedMQALogitsCapabilities) -> list[
     return [size for size in candidates if native_next_n_supported(size, caps)]
 
 
-def _cheapest_group_size(live: np.ndarray, caps: PagedMQALogitsCapabilities, costs: StepCosts) -> tuple[int, int]:
+_EXPANDED_FORM = {True: DecodeForm.FLATTENED, False: DecodeForm.GROUPED}
+
+
+def _cheapest_group_size(
+    count_of_depth: Mapping[int, int], caps: PagedMQALogitsCapabilities, costs: StepCosts
+) -> tuple[int, int]:
     best: tuple[tuple[float, int, int], int] | None = None
-    for size in legal_group_sizes(int(live.max(initial=1)), caps):
-        num_groups = int((-(-live // size)).sum())
-        rank = (num_groups * costs.group_cost(size), num_groups, num_groups * size)
+    for size, cost in _group_costs(max(count_of_depth, default=1), caps, costs):
+        num_groups = sum(count * -(-depth // size) for depth, count in count_of_depth.items())
+        rank = (num_groups * cost, num_groups, num_groups * size)
         if best is None or rank < best[0]:
             best = (rank, size)
     if best is None:
@@ -123,8 +130,6 @@ def _cheapest_group_size(live: np.ndarray, caps: PagedMQALogitsCapabilities, cos
     return best[1], best[0][1]
 
 
-def _form(depths: np.ndarray, num_live: int, group_size: int) -> DecodeForm:
-    # A view of the engine's table needs its first rows to be exactly the kernel's rows.
-    if (depths[:num_live] == group_size).all():
-        return DecodeForm.NATIVE
-    return DecodeForm.FLATTENED if group_size == 1 else DecodeForm.GROUPED
+@functools.lru_cache(maxsize=1024)
+def _group_costs(max_depth: int, caps: PagedMQALogitsCapabilities, costs: StepCosts) -> tuple[tuple[int, float], ...]:
+    return tuple((size, costs.group_cost(size)) for size in legal_group_sizes(max_depth, caps))

@@ -1,12 +1,12 @@
-"""The schedule of a paged-logits launch, from the loaded DeepGEMM or from its exact twin."""
+"""The schedule of a paged-logits launch, by our own kernel or its twin.
+
+The library's own call allocates, runs on one warp and compiles anew for every 32 requests.
+"""
 
 import torch
 
-from vllm_dsa.deep_gemm_wrapper import (
-    PagedMQALogitsCapabilities,
-    check_schedule_request,
-    get_paged_mqa_logits_metadata,
-)
+from vllm_dsa.deep_gemm_wrapper import PagedMQALogitsCapabilities, check_schedule_request
+from vllm_dsa.kernels.schedule import launch_schedule
 from vllm_dsa.reference.schedule import sm90_schedule, sm100_schedule
 
 
@@ -37,20 +37,26 @@ def paged_mqa_schedule(
     Returns
     -------
     torch.Tensor
-        ``(slots + 1, 2)`` int32, a view of `out` when given. On CUDA with a DeepGEMM build the library computes it,
-        elsewhere the reference does; the cut of either suits every build.
+        ``(slots + 1, 2)`` int32, a view of `out` when given. Bit-equal to what DeepGEMM's own call gives (SM100, and
+        SM90 builds with next_n 4; older ones order their runs the other way, and take either).
 
     Raises
     ------
     ValueError, TypeError
         If an argument is not as above; nothing is written then.
+
+    Notes
+    -----
+    On CUDA one launch, no host sync, and with `out` no allocation: graph safe.
     """
     slots = check_schedule_request(context_lens, block_size, caps.num_sms, indices=indices, out=out, caps=caps)
-    if context_lens.is_cuda and caps.provider is not None and len(context_lens):
-        return get_paged_mqa_logits_metadata(
-            context_lens, block_size, caps.num_sms, indices=indices, out=out, caps=caps
-        )
-    if caps.arch_family == 10:
+    sm100_rule = caps.arch_family == 10
+    if context_lens.is_cuda:
+        if out is None:
+            out = torch.empty((slots + 1, 2), dtype=torch.int32, device=context_lens.device)
+        launch_schedule(context_lens, out[: slots + 1], indices=indices, sm100_rule=sm100_rule)
+        return out[: slots + 1]
+    if sm100_rule:
         schedule = sm100_schedule(context_lens, slots, indices=indices)
     else:
         schedule = sm90_schedule(context_lens, slots)

@@ -38,15 +38,14 @@ def topk_indices(
     Notes
     -----
     The highest value wins and ties go to the lowest index. ``-0.0`` equals ``0.0``; NaN ranks below
-    ``-inf``. The result of a row depends on that row alone. Starts are not checked here. Host syncs on a
-    GPU, so not capturable in a CUDA graph. Source: this project's rule on order and ties.
+    ``-inf``. The result of a row depends on that row alone. Starts are not checked here. No host sync, so it
+    may be captured in a CUDA graph; it allocates. Source: this project's rule on order and ties.
     """
     num_rows, width = logits.shape
     if starts is None:
         starts = torch.zeros_like(lengths)
     if out is None:
         out = torch.empty((num_rows, k), dtype=torch.int32, device=logits.device)
-    out.fill_(-1)
     group = max(1, _GROUP_ELEMENTS // max(1, width))
     for first in range(0, num_rows, group):
         rows = slice(first, first + group)
@@ -62,9 +61,11 @@ def _write_topk(logits: torch.Tensor, starts: torch.Tensor, lengths: torch.Tenso
     keys = keys.masked_fill(~visible, torch.iinfo(keys.dtype).min)
     chosen = _choose(keys, min(k, logits.shape[1])) & visible
 
-    rank = chosen.cumsum(dim=1, dtype=torch.int32)
-    row, position = chosen.nonzero(as_tuple=True)
-    out[row, rank[row, position].to(torch.int64) - 1] = (position - start[row, 0]).to(torch.int32)
+    # Every column writes somewhere, the ones not chosen into a slot that is thrown away: no sync to count them.
+    slot = torch.where(chosen, chosen.cumsum(dim=1) - 1, k)
+    compact = torch.full((logits.shape[0], k + 1), -1, dtype=torch.int32, device=logits.device)
+    compact.scatter_(1, slot, (column - start).to(torch.int32))
+    out.copy_(compact[:, :k])
 
 
 def _choose(keys: torch.Tensor, k: int) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Triton kernels, one file per kernel: launchers take tensors that the operators have validated."""
