@@ -170,7 +170,7 @@ def test_device_values_are_checked_on_request(monkeypatch, change, message):
     builder.build_decode(batch)  # not checked by default: it would cost a sync
     monkeypatch.setenv("VDSA_VALIDATE", "1")
     with pytest.raises(ValueError, match=message):
-        builder.build_decode(batch)
+        IndexerMetadataBuilder(CONFIG, SM90).build_decode(batch)
 
 
 def test_an_unsupported_page_size_is_refused_at_construction():

@@ -111,7 +111,6 @@ def test_the_probe_corrects_the_table(mocker, probed):
 def test_a_changed_sm_count_is_an_error(mocker):
     loaded = mocker.Mock(build=NV_DEV)
     loaded.module.get_num_sms.return_value = 132
-    mocker.patch.object(capabilities_module, "is_cuda", return_value=True)
     mocker.patch.object(capabilities_module, "load_deep_gemm", return_value=loaded)
     caps = static_capabilities(device(9), NV_DEV)
     check_num_sms(caps)

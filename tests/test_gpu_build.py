@@ -9,6 +9,7 @@ import triton
 
 from vllm_dsa import ops
 from vllm_dsa.bench.launches import count_launches
+from vllm_dsa.bench.timing import syncs_with_host
 from vllm_dsa.context_parallel import DcpLayout
 from vllm_dsa.deep_gemm_wrapper import load_deep_gemm, resolve_capabilities
 from vllm_dsa.indexer import DecodeBatch, DecodeForm, IndexerConfig, IndexerMetadataBuilder
@@ -55,11 +56,7 @@ def test_a_build_is_three_launches_no_allocation_no_sync(caps, generator, mix, d
     assert 1 <= launches + copies <= 3
     torch.cuda.synchronize()
     allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        builder.build_decode(batch)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert not syncs_with_host(lambda: builder.build_decode(batch))
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations
 
 

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from vllm_dsa._version import __version__
+from vllm_dsa.cli.bench import bench
 from vllm_dsa.cli.info import info
 from vllm_dsa.cli.plan import plan
 from vllm_dsa.cli.replay import replay
@@ -19,6 +20,7 @@ app = typer.Typer(
 app.command()(replay)
 app.command()(plan)
 app.command()(info)
+app.add_typer(bench, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

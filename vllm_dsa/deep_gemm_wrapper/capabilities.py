@@ -13,7 +13,7 @@ import torch
 
 from vllm_dsa.deep_gemm_wrapper.builds import DeepGemmBuild, LoadedDeepGemm, has_deep_gemm, load_deep_gemm
 from vllm_dsa.deep_gemm_wrapper.probe import probe_next_n
-from vllm_dsa.platform import DeviceInfo, current_device, is_cuda, planned_device
+from vllm_dsa.platform import DeviceInfo, current_device, planned_device
 
 HOPPER = 9
 BLACKWELL_DATACENTER = 10
@@ -189,7 +189,7 @@ def check_num_sms(caps: PagedMQALogitsCapabilities) -> None:
 
     A schedule cut for another count is an assertion in the library at the next launch, or an idle part of the GPU.
     """
-    if caps.provider is None or not is_cuda():
+    if caps.provider is None:
         return
     num_sms = _library_num_sms(load_deep_gemm(), caps.num_sms)
     if num_sms != caps.num_sms:

@@ -12,14 +12,15 @@ from vllm_dsa.deep_gemm_wrapper import (
     paged_mqa_logits_schedule_slots,
 )
 from vllm_dsa.indexer.batch import DecodeBatch, IndexerDecodeMetadata, PrefillBatch, PrefillChunk
-from vllm_dsa.indexer.buffers import StepBuffers
+from vllm_dsa.indexer.buffers import StepBuffers, runs_triton
 from vllm_dsa.indexer.checks import check_decode_batch, check_decode_values, check_prefill_batch
 from vllm_dsa.indexer.config import IndexerConfig, startup_fields
 from vllm_dsa.indexer.plan import DecodeForm, StepPlan, plan_step
 from vllm_dsa.indexer.prefill import build_prefill_chunks
 from vllm_dsa.indexer.views import StepViews, logits_width, make_views
 from vllm_dsa.indexer.warmup import warmup_logits, warmup_plans
-from vllm_dsa.ops.schedule import paged_mqa_schedule
+from vllm_dsa.kernels.schedule import launch_schedule
+from vllm_dsa.ops.schedule import paged_mqa_schedule, uses_sm100_rule
 
 logger = logging.getLogger("vllm_dsa")
 
@@ -56,7 +57,9 @@ class IndexerMetadataBuilder:
         self.caps = caps
         self.device = torch.device(device)
         self._buffers = StepBuffers.allocate(config, caps, self.device)
-        # Plans repeat, and cutting eight views costs more host time than a launch.
+        self._validates: bool = envs.get("VDSA_VALIDATE")
+        # Depths and plans repeat, and planning or cutting eight views costs more host time than a launch.
+        self._plan = functools.lru_cache(maxsize=1024)(functools.partial(plan_step, caps=caps))
         self._views = functools.lru_cache(maxsize=1024)(self._make_views)
         fields = startup_fields(config, caps)
         logger.info("indexer decode: %s", " ".join(f"{key}={value}" for key, value in fields.items()))
@@ -83,7 +86,7 @@ class IndexerMetadataBuilder:
         TypeError, ValueError
             If a tensor has another dtype, shape or device than documented, a depth is negative, the batch exceeds the
             configured sizes, or its table is too narrow. No buffer is written then. Values on the device are not
-            checked unless ``VDSA_VALIDATE=1``.
+            checked unless ``VDSA_VALIDATE=1`` was set when the builder was made.
         RuntimeError
             If the library's SM count was changed after the capabilities were resolved.
 
@@ -92,10 +95,11 @@ class IndexerMetadataBuilder:
         On a GPU two launches, no allocation and no host sync. Not meant to be captured: the plan is host work. The
         metadata's addresses depend on the plan alone, so what reads it may be.
         """
-        check_num_sms(self.caps)
-        check_decode_batch(batch, self.config, self.device)
-        plan = plan_step(batch.query_start_loc_cpu.diff().tolist(), self.caps)
-        if envs.get("VDSA_VALIDATE"):
+        if self.device.type == "cuda":
+            check_num_sms(self.caps)
+        depths = check_decode_batch(batch, self.config, self.device)
+        plan = self._plan(depths)
+        if self._validates:
             check_decode_values(batch)
         self._buffers.expand(batch, plan, self.config)
         return self._metadata(plan, batch)
@@ -193,7 +197,11 @@ class IndexerMetadataBuilder:
         return make_views(self._buffers, plan, num_slots)
 
     def _schedule(self, context_lens: torch.Tensor, indices: torch.Tensor | None, out: torch.Tensor) -> None:
-        paged_mqa_schedule(context_lens, self.config.block_size, self.caps, indices=indices, out=out)
+        if runs_triton(self.device):
+            # The shapes are the plan's: nothing that the public operator would check.
+            launch_schedule(context_lens, out, indices=indices, sm100_rule=uses_sm100_rule(self.caps))
+        else:
+            paged_mqa_schedule(context_lens, self.config.block_size, self.caps, indices=indices, out=out)
 
     def _check_draft_update(
         self, metadata: IndexerDecodeMetadata, seq_lens: torch.Tensor, block_table: torch.Tensor

@@ -1,17 +1,18 @@
 """The expansion of a decode step into kernel rows, in one launch into persistent buffers."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from vllm_dsa.kernels.launcher import Launcher
+
 _BLOCK_COLUMNS = 1024
 _TAIL = 256
 
 
-@dataclass(frozen=True, slots=True)
-class ExpandSizes:
+class ExpandSizes(NamedTuple):
     """How much of each buffer a step uses.
 
     Attributes
@@ -30,8 +31,7 @@ class ExpandSizes:
     table_rows: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ExpandBuffers:
+class ExpandBuffers(NamedTuple):
     """The int32 tensors that the launch writes; roles as in :class:`vllm_dsa.indexer.buffers.StepBuffers`."""
 
     context_lens: torch.Tensor
@@ -84,43 +84,30 @@ def launch_expand_decode(
     width = buffers.block_table.shape[1]
     table_rows = max(step.table_rows, previous.table_rows)
     # Without a table one column of programs does the rows; past the step's groups a program only clears a table row.
-    columns = triton.cdiv(width, _BLOCK_COLUMNS) if table_rows else 1
+    columns = -(-width // _BLOCK_COLUMNS) if table_rows else 1
     size, rank, interleave = dcp
-    _expand_kernel[(max(step.groups, table_rows, 1), columns)](
-        query_start_loc,
-        seq_lens,
-        block_table,
-        buffers.context_lens,
-        buffers.block_table,
-        buffers.row_to_token,
-        buffers.token_to_row,
-        buffers.decode_lens,
-        buffers.indices,
-        block_table.stride(0),
-        block_table.shape[1],
-        width,
-        step.groups,
-        step.rows,
-        step.tokens,
-        step.reqs,
-        previous.rows,
-        previous.tokens,
-        previous.reqs,
-        previous.groups,
-        table_rows,
-        buffers.decode_lens.shape[0],
-        block_size,
-        size * interleave,
-        rank * interleave,
-        interleave,
-        compress_ratio,
-        GROUP=group_size,
-        GROUP_BLOCK=triton.next_power_of_2(group_size),
-        REQ_BLOCK=triton.next_power_of_2(buffers.decode_lens.shape[0]),
-        COPIES_TABLE=copies_table,
-        COLUMNS=_BLOCK_COLUMNS,
-        TAIL=_TAIL,
+    max_reqs = buffers.decode_lens.shape[0]
+    _launch(
+        (max(step.groups, table_rows, 1), columns, 1),
+        (
+            *(query_start_loc, seq_lens, block_table),
+            *buffers,
+            *(block_table.stride(0), block_table.shape[1], width),
+            *(step.groups, step.rows, step.tokens, step.reqs),
+            *(previous.rows, previous.tokens, previous.reqs, previous.groups),
+            *(table_rows, max_reqs, block_size),
+            *(size * interleave, rank * interleave, interleave, compress_ratio),
+        ),
+        (
+            *(group_size, _next_power_of_2(group_size), _next_power_of_2(max_reqs)),
+            *(copies_table, _BLOCK_COLUMNS, _TAIL),
+        ),
     )
+
+
+def _next_power_of_2(n: int) -> int:
+    # Triton's own is a device function too, and takes 6 us on the host.
+    return 1 << (n - 1).bit_length()
 
 
 @triton.jit
@@ -133,6 +120,10 @@ def _clear_tail(ptr, live, previous, program, num_programs, value, counts_up: tl
         tl.store(ptr + at, fill, mask=at < previous)
 
 
+_POINTERS = [
+    *("query_start_loc_ptr", "seq_lens_ptr", "table_ptr", "context_lens_ptr", "out_table_ptr"),
+    *("row_to_token_ptr", "token_to_row_ptr", "decode_lens_ptr", "indices_ptr"),
+]
 _SCALARS = [
     *("table_stride", "table_width", "width", "num_groups", "num_rows", "num_tokens", "num_reqs"),
     *("previous_rows", "previous_tokens", "previous_reqs", "previous_groups", "table_rows", "max_reqs"),
@@ -140,9 +131,7 @@ _SCALARS = [
 ]
 
 
-@triton.jit(
-    do_not_specialize=_SCALARS, do_not_specialize_on_alignment=["query_start_loc_ptr", "seq_lens_ptr", "table_ptr"]
-)
+@triton.jit(do_not_specialize=_SCALARS, do_not_specialize_on_alignment=_POINTERS)
 def _expand_kernel(
     query_start_loc_ptr,
     seq_lens_ptr,
@@ -229,3 +218,6 @@ def _expand_kernel(
             is_live = column < tl.minimum(live, table_width)
             pages = tl.load(table_ptr + request.to(tl.int64) * table_stride + column, mask=is_live, other=0)
         tl.store(out_table_ptr + group.to(tl.int64) * width + column, pages, mask=column < width)
+
+
+_launch = Launcher(_expand_kernel)

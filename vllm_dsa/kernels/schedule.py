@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_dsa.kernels.launcher import Launcher
+
 SPLIT_KV = 256
 _SLOTS_PER_PROGRAM = 16
 _BLOCK_ROWS = 256
@@ -36,18 +38,10 @@ def launch_schedule(
     """
     num_rows, next_n = context_lens.shape
     num_slots = out.shape[0] - 1
-    _schedule_kernel[(triton.cdiv(num_slots + 1, _SLOTS_PER_PROGRAM),)](
-        context_lens,
-        context_lens if indices is None else indices,
-        out,
-        num_rows,
-        num_slots,
-        NEXT_N=next_n,
-        SM100_RULE=sm100_rule,
-        VARLEN=indices is not None,
-        SPLIT=SPLIT_KV,
-        BLOCK_ROWS=_BLOCK_ROWS,
-        SLOTS=_SLOTS_PER_PROGRAM,
+    _launch(
+        (-(-(num_slots + 1) // _SLOTS_PER_PROGRAM), 1, 1),
+        (context_lens, context_lens if indices is None else indices, out, num_rows, num_slots),
+        (next_n, sm100_rule, indices is not None, SPLIT_KV, _BLOCK_ROWS, _SLOTS_PER_PROGRAM),
     )
 
 
@@ -90,7 +84,10 @@ def _maximum(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_slots"], do_not_specialize_on_alignment=["lens_ptr", "indices_ptr"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_slots"],
+    do_not_specialize_on_alignment=["lens_ptr", "indices_ptr", "out_ptr"],
+)
 def _schedule_kernel(
     lens_ptr,
     indices_ptr,
@@ -170,3 +167,6 @@ def _schedule_kernel(
         split = split // NEXT_N
     tl.store(out_ptr + slot * 2, first, mask=slot <= num_slots)
     tl.store(out_ptr + slot * 2 + 1, split, mask=slot <= num_slots)
+
+
+_launch = Launcher(_schedule_kernel)

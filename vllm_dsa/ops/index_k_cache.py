@@ -3,6 +3,7 @@
 import torch
 
 from vllm_dsa import envs, reference
+from vllm_dsa.kernels.store_index_k import launch_store_index_k
 from vllm_dsa.ops._checks import (
     FLOAT_DTYPES,
     INTEGER_DTYPES,
@@ -15,7 +16,7 @@ from vllm_dsa.ops._checks import (
     check_tensor,
     check_values,
 )
-from vllm_dsa.reference import IndexKCacheLayout, RopeStyle, ScaleFormat
+from vllm_dsa.reference import K_AMAX_FLOOR, IndexKCacheLayout, RopeStyle, ScaleFormat
 
 
 def store_index_k(
@@ -55,8 +56,10 @@ def store_index_k(
 
     Notes
     -----
-    Not checked otherwise: values of `slot_mapping` and `positions`. The torch backend syncs on a GPU, so it
-    is not capturable in a CUDA graph. Source: see `vllm_dsa.reference.store_index_k`.
+    Not checked otherwise: values of `slot_mapping` and `positions`. CUDA tensors go to one Triton launch on the
+    current device, which must be theirs: no allocation, no host sync without ``VDSA_VALIDATE=1``, and a graph
+    can capture it once a first call has compiled the kernel. Other tensors go to the torch twin, with the same
+    bytes. Source: see `vllm_dsa.reference.store_index_k`.
     """
     check_tensor("k", k, dtypes=FLOAT_DTYPES, shape=(None, None))
     num_tokens, head_dim = k.shape
@@ -71,6 +74,19 @@ def store_index_k(
         num_slots = cache.shape[0] * block_size
         check_values("slot_mapping", slot_mapping, slot_mapping >= num_slots, f"below {num_slots}")
         check_positions(positions, cos_sin)
+    if k.is_cuda:
+        launch_store_index_k(
+            k,
+            cache,
+            slot_mapping,
+            positions=positions,
+            cos_sin=cos_sin,
+            interleaved=style is RopeStyle.INTERLEAVED,
+            amax_floor=K_AMAX_FLOOR,
+            power_of_two_scale=scale_format is ScaleFormat.UE8M0,
+            hadamard=hadamard,
+        )
+        return
     reference.store_index_k(
         k,
         cache,

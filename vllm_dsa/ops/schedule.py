@@ -50,7 +50,7 @@ def paged_mqa_schedule(
     On CUDA one launch, no host sync, and with `out` no allocation: graph safe.
     """
     slots = check_schedule_request(context_lens, block_size, caps.num_sms, indices=indices, out=out, caps=caps)
-    sm100_rule = caps.arch_family == 10
+    sm100_rule = uses_sm100_rule(caps)
     if context_lens.is_cuda:
         if out is None:
             out = torch.empty((slots + 1, 2), dtype=torch.int32, device=context_lens.device)
@@ -61,3 +61,8 @@ def paged_mqa_schedule(
     else:
         schedule = sm90_schedule(context_lens, slots)
     return schedule if out is None else out[: slots + 1].copy_(schedule)
+
+
+def uses_sm100_rule(caps: PagedMQALogitsCapabilities) -> bool:
+    """Whether the kernel cuts (split, query token) pairs (SM100) instead of splits (everything else)."""
+    return caps.arch_family == 10

@@ -14,6 +14,7 @@ def fold_q(
     positions: torch.Tensor | None = None,
     cos_sin: torch.Tensor | None = None,
     style: RopeStyle | None = None,
+    row_to_token: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     head_scale: float | None = None,
     scale_format: ScaleFormat,
@@ -32,6 +33,9 @@ def fold_q(
         (T, H) floating point, signed, straight from the weights projection.
     positions, cos_sin, style : optional
         RoPE as in `apply_rope`; all three or, when q is rotated already, none.
+    row_to_token : torch.Tensor, optional
+        (rows,) int32, the token of each row of the results, or -1 for a dummy row, which is all zeros. Without
+        it rows are tokens.
     softmax_scale : float, optional
         Default ``D ** -0.5``.
     head_scale : float, optional
@@ -44,15 +48,15 @@ def fold_q(
     Returns
     -------
     q_fp8 : torch.Tensor
-        (T, H, D) float8_e4m3fn.
+        (rows, H, D) float8_e4m3fn.
     folded_weights : torch.Tensor
-        (T, H) float32.
+        (rows, H) float32.
 
     Notes
     -----
-    The amax floor is `Q_AMAX_FLOOR`. Values of `positions` are not checked here. No host sync. RoPE rounds
-    to the dtype of q before the amax, as the fused kernels of peer engines do. Source: the index q fold of
-    vLLM 0.33.
+    The amax floor is `Q_AMAX_FLOOR`. Values of `positions` and `row_to_token` are not checked here. No host
+    sync. RoPE rounds to the dtype of q before the amax, as the fused kernels of peer engines do. Source: the
+    index q fold of vLLM 0.33.
     """
     _, num_heads, head_dim = q.shape
     if positions is not None and cos_sin is not None and style is not None:
@@ -62,4 +66,14 @@ def fold_q(
     q_fp8, q_scale = quantize_fp8(q, scale_format=scale_format, amax_floor=Q_AMAX_FLOOR)
     softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     head_scale = num_heads**-0.5 if head_scale is None else head_scale
-    return q_fp8, weights.to(torch.float32) * q_scale * softmax_scale * head_scale
+    folded_weights = weights.to(torch.float32) * q_scale * softmax_scale * head_scale
+    if row_to_token is None:
+        return q_fp8, folded_weights
+    # Float8 tensors can be neither concatenated nor indexed everywhere: the bytes are.
+    rows = _rows_of_tokens(q_fp8.view(torch.uint8), row_to_token)
+    return rows.view(torch.float8_e4m3fn), _rows_of_tokens(folded_weights, row_to_token)
+
+
+def _rows_of_tokens(tokens: torch.Tensor, row_to_token: torch.Tensor) -> torch.Tensor:
+    # The appended zeros are what index -1 finds.
+    return torch.cat([tokens, tokens.new_zeros(1, *tokens.shape[1:])])[row_to_token]

@@ -48,7 +48,9 @@ def quantize_fp8(x: torch.Tensor, *, scale_format: ScaleFormat, amax_floor: floa
     writer.
     """
     row = x.to(torch.float32)
-    scale = row.abs().amax(dim=-1).clamp(min=amax_floor) / FP8_MAX
+    amax = row.abs().amax(dim=-1).clamp(min=amax_floor)
+    # By a tensor: torch on CUDA divides by a Python number by multiplying with its reciprocal, an ulp off the CPU.
+    scale = amax / torch.full_like(amax, FP8_MAX)
     if scale_format is ScaleFormat.UE8M0:
         scale = _round_up_to_power_of_two(scale)
     values = (row / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
