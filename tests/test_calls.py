@@ -132,3 +132,27 @@ def test_q_must_match_the_lens(library):
 def test_without_a_build_the_error_is_typed():
     with pytest.raises(DeepGemmUnavailableError):
         get_paged_mqa_logits_metadata(lens(), 64, 1, caps=planned_capabilities("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": torch.zeros(2, 4, 64, 128)}, TypeError, "q must be torch.float8_e4m3fn, got torch.float32"),
+        ({"kv_cache": torch.zeros(4, 64, 1, 132, dtype=torch.int8)}, TypeError, "kv_cache must be torch.uint8"),
+        ({"kv_cache": torch.zeros(4, 64, 1, 576, dtype=torch.uint8)}, ValueError, r"kv_cache must have shape"),
+        ({"kv_cache": torch.zeros(4, 16, 1, 132, dtype=torch.uint8)}, ValueError, r"block_size must be one of"),
+        ({"weights": torch.zeros(8, 64, dtype=torch.bfloat16)}, TypeError, "weights must be torch.float32"),
+        ({"weights": torch.zeros(2, 64)}, ValueError, r"weights must have shape \(8, 64\)"),
+        ({"block_table": torch.zeros(2, 2, dtype=torch.int64)}, TypeError, "block_table must be torch.int32"),
+        ({"block_table": torch.zeros(8, 2, dtype=torch.int32)}, ValueError, r"block_table must have shape \(2, 2\)"),
+        (
+            {"block_table": torch.zeros(2, 2, dtype=torch.int32, device="meta")},
+            ValueError,
+            "block_table must be on cpu like q, got meta",
+        ),
+    ],
+)
+def test_bad_tensors_never_reach_the_library(library, change, error, message):
+    with pytest.raises(error, match=message):
+        fp8_paged_mqa_logits(**(logits_arguments() | change), caps=SM90)
+    library["fp8_fp4_paged_mqa_logits"].assert_not_called()

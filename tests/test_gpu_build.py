@@ -192,3 +192,12 @@ def test_where_rows_are_tokens_one_graph_serves_every_mix(caps, generator):
         layer.launch(metadata)
         assert torch.equal(replayed, metadata.topk_indices), depths
     assert graphs.num_captured == 1
+
+
+def test_a_foreign_device_is_refused_before_any_launch(caps, generator):
+    builder = IndexerMetadataBuilder(CONFIG, caps, CUDA)
+    batch = make_batch([4, 4], generator)
+    before = {name: buffer.clone() for name, buffer in builder.buffers().items()}
+    with pytest.raises(ValueError, match="seq_lens must be on cuda:0, got cpu"):
+        builder.build_decode(dataclasses.replace(batch, seq_lens=batch.seq_lens.cpu()))
+    assert all(torch.equal(buffer, before[name]) for name, buffer in builder.buffers().items())

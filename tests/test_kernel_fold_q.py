@@ -116,6 +116,17 @@ def test_sizes_that_are_no_powers_of_two(device, style, generator):
 
 
 @devices
+@pytest.mark.parametrize("style", RopeStyle)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zeros_keep_their_sign_where_the_sine_is_zero(device, style, dtype, generator):
+    inputs = make_inputs(generator, num_tokens=2, dtype=dtype, style=style)
+    inputs["positions"].zero_()
+    inputs["q"][:, 2:, ::3] = -0.0
+    inputs["q"][:, 2:, 1::3] = 0.0
+    assert_equals_the_twin(inputs, device, scale_format=ScaleFormat.FP32)
+
+
+@devices
 def test_positions_may_be_int32(device, generator):
     inputs = make_inputs(generator, num_tokens=2, style=RopeStyle.HALF_SPLIT)
     inputs["positions"] = inputs["positions"].int()

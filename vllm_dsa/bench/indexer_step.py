@@ -13,7 +13,7 @@ from vllm_dsa.bench.truth import SampledTruth
 from vllm_dsa.config import DsaConfig
 from vllm_dsa.deep_gemm_wrapper import PagedMQALogitsCapabilities
 from vllm_dsa.ops import IndexKCacheLayout, LogitsBackend, RopeStyle, ScaleFormat, fold_q, store_index_k, topk_indices
-from vllm_dsa.ops.row_map import rows_of_tokens, tokens_of_rows
+from vllm_dsa.ops.row_map import tokens_of_rows
 from vllm_dsa.reference import make_cos_sin
 from vllm_dsa.runner.oracle import check_row
 
@@ -126,7 +126,7 @@ class IndexerStep:
                 )
         return notes
 
-    def _fold(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _fold(self, row_to_token: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = self._inputs
         return fold_q(
             inputs.q,
@@ -135,10 +135,11 @@ class IndexerStep:
             cos_sin=inputs.cos_sin,
             style=inputs.style,
             scale_format=ScaleFormat.FP32,
+            row_to_token=row_to_token,
         )
 
     def _fold_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return rows_of_tokens(*self._fold(), self._metadata.row_to_token)
+        return self._fold(self._metadata.row_to_token)
 
     def _store(self) -> None:
         inputs = self._inputs

@@ -119,6 +119,7 @@ def fp8_paged_mqa_logits(
         raise ValueError(f"q must be (rows, next_n, heads, head_dim) like context_lens, got {tuple(q.shape)}")
     if q.shape[2] not in caps.num_heads:
         raise ValueError(f"q must have {sorted(caps.num_heads)} heads for {caps.provider}, got {q.shape[2]}")
+    _check_launch(q, kv_cache, weights, context_lens, block_table, schedule_metadata)
     varlen = {} if indices is None else {"indices": indices}
     logits = load_deep_gemm().function("fp8_fp4_paged_mqa_logits")(
         q=(q, None),
@@ -169,6 +170,31 @@ def check_schedule_request(
     if out is not None and out.shape[0] < slots + 1:
         raise ValueError(f"the schedule needs {slots + 1} rows, got {out.shape[0]}")
     return slots
+
+
+def _check_launch(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    schedule_metadata: torch.Tensor,
+) -> None:
+    rows, next_n, heads, head_dim = q.shape
+    for name, tensor, dtype, shape in (
+        ("q", q, torch.float8_e4m3fn, q.shape),
+        ("kv_cache", kv_cache, torch.uint8, (*kv_cache.shape[:2], 1, head_dim + 4)),
+        ("weights", weights, torch.float32, (rows * next_n, heads)),
+        ("context_lens", context_lens, torch.int32, (rows, next_n)),
+        ("block_table", block_table, torch.int32, (rows, *block_table.shape[1:2])),
+        ("schedule_metadata", schedule_metadata, torch.int32, schedule_metadata.shape),
+    ):
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
+        if tensor.shape != shape:
+            raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} must be on {q.device} like q, got {tensor.device}")
 
 
 def _check_indices(indices: torch.Tensor, context_lens: torch.Tensor, caps: PagedMQALogitsCapabilities) -> None:

@@ -55,7 +55,8 @@ class IndexerMetadataBuilder:
             )
         self.config = config
         self.caps = caps
-        self.device = torch.device(device)
+        # With its index, so that a tensor of another GPU is seen to be foreign.
+        self.device = torch.empty(0, device=device).device
         self._buffers = StepBuffers.allocate(config, caps, self.device)
         self._validates: bool = envs.get("VDSA_VALIDATE")
         # Depths and plans repeat, and planning or cutting eight views costs more host time than a launch.

@@ -81,7 +81,7 @@ def _check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]
     if len(have) != len(shape) or shape[0] not in (None, have[0]) or shape[-1] not in (None, have[-1]):
         wanted = tuple("any" if size is None else size for size in shape)
         raise ValueError(f"{name} must have shape {wanted}, got {tuple(tensor.shape)}")
-    if tensor.device.type != device.type:
-        raise ValueError(f"{name} must be on {device.type}, got {tensor.device}")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, got {tensor.device}")
     if tensor.stride(-1) != 1 and tensor.numel():
         raise ValueError(f"{name} must have a last stride of 1, got strides {tensor.stride()}")

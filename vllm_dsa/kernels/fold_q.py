@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_dsa.kernels.store_index_k import has_hardware_casts, load_rotated_rows, quantize_rows
+from vllm_dsa.kernels.fp8_rows import has_hardware_casts, load_rotated_rows, quantize_rows
 
 _HEADS_PER_PROGRAM = 16
 

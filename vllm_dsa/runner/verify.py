@@ -18,7 +18,7 @@ from vllm_dsa.ops import (
     paged_mqa_logits_backend,
     topk_indices,
 )
-from vllm_dsa.ops.row_map import rows_of_tokens, tokens_of_rows
+from vllm_dsa.ops.row_map import tokens_of_rows
 from vllm_dsa.runner.oracle import RowCheck, check_row, expected_logits
 from vllm_dsa.runner.splitmix import Uint64Array
 from vllm_dsa.runner.synthetic import SyntheticIndexer
@@ -83,11 +83,11 @@ class StepVerifier:
     ) -> Iterator[tuple[str, RowCheck]]:
         """Run logits and top-k of all decode rows, then yield a verdict for each checked one."""
         positions = np.concatenate([np.arange(r.start, len(r.contents)) for r in requests])
-        q, weights = self._queries(np.concatenate([r.contents[r.start :] for r in requests]), positions)
-        row_q, row_weights = rows_of_tokens(q, weights, metadata.row_to_token)
+        contents = np.concatenate([r.contents[r.start :] for r in requests])
+        row_q, row_weights = self._queries(contents, positions, metadata.row_to_token)
         backend = paged_mqa_logits_backend(row_q, metadata.schedule_metadata, self._caps)
         row_logits = paged_mqa_logits(
-            row_q.view(*metadata.context_lens.shape, *q.shape[1:]),
+            row_q.view(*metadata.context_lens.shape, *row_q.shape[1:]),
             self._cache,
             row_weights,
             metadata.context_lens,
@@ -140,7 +140,9 @@ class StepVerifier:
         selected = topk_indices(logits, ends - starts, self._topk, starts=starts)
         return logits[0, int(starts) :], selected[0]
 
-    def _queries(self, contents: Uint64Array, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def _queries(
+        self, contents: Uint64Array, positions: np.ndarray, row_to_token: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         indexer = self._indexer
         q, weights = indexer.index_q(contents)
         return fold_q(
@@ -150,6 +152,7 @@ class StepVerifier:
             cos_sin=indexer.cos_sin,
             style=indexer.rope_style,
             scale_format=ScaleFormat.FP32,
+            row_to_token=row_to_token,
         )
 
     def _sample(self, count: int) -> list[int]:
