@@ -21,8 +21,8 @@ ROOMS = {
     "context_parallel": set(),
     "reference": {"context_parallel"},
     "kernels": {"platform", "envs"},
-    "ops": {"envs", "kernels", "reference", "deep_gemm_wrapper"},
-    "indexer": {"envs", "deep_gemm_wrapper", "context_parallel", "kernels", "reference", "ops"},
+    "ops": {"platform", "envs", "kernels", "reference", "deep_gemm_wrapper"},
+    "indexer": {"platform", "envs", "deep_gemm_wrapper", "context_parallel", "kernels", "reference", "ops"},
     "runner": {"platform", "envs", "config", "deep_gemm_wrapper", "context_parallel", "reference", "ops", "indexer"},
     "bench": {
         *("platform", "envs", "config", "deep_gemm_wrapper", "context_parallel", "reference", "ops", "indexer"),

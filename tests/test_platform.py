@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vllm_dsa import platform
-from vllm_dsa.platform import CPU, current_device, planned_device
+from vllm_dsa.platform import CPU, check_current_device, current_device, planned_device
 
 
 def with_cuda(mocker, cuda_version="13.0", available=True):
@@ -39,3 +39,10 @@ def test_planned_devices(arch, family, num_sms):
 def test_unknown_arch():
     with pytest.raises(ValueError, match="arch must be one of sm90, sm100, cpu, got 'sm80'"):
         planned_device("sm80")
+
+
+def test_tensors_of_another_gpu_are_refused(mocker):
+    mocker.patch.object(platform.torch.cuda, "current_device", return_value=0)
+    check_current_device(torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match="the tensors are on cuda:1, the current device is cuda:0"):
+        check_current_device(torch.device("cuda", 1))

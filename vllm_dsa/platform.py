@@ -57,6 +57,18 @@ def current_device(device: torch.device | int | None = None) -> DeviceInfo:
     )
 
 
+def check_current_device(device: torch.device) -> None:
+    """Raise ``RuntimeError`` unless `device` is the current CUDA device, on which every launch of this package runs.
+
+    A launch on another GPU than the tensors' reads foreign addresses there.
+    """
+    current = torch.cuda.current_device()
+    if device.index != current:
+        raise RuntimeError(
+            f"the tensors are on {device}, the current device is cuda:{current}: call torch.cuda.set_device before"
+        )
+
+
 def planned_device(arch: str) -> DeviceInfo:
     """Describe a machine that is not this one, to plan for it.
 

@@ -21,6 +21,7 @@ from vllm_dsa.indexer.views import StepViews, logits_width, make_views
 from vllm_dsa.indexer.warmup import warmup_logits, warmup_plans
 from vllm_dsa.kernels.schedule import launch_schedule
 from vllm_dsa.ops.schedule import paged_mqa_schedule, uses_sm100_rule
+from vllm_dsa.platform import check_current_device
 
 logger = logging.getLogger("vllm_dsa")
 
@@ -89,7 +90,8 @@ class IndexerMetadataBuilder:
             configured sizes, or its table is too narrow. No buffer is written then. Values on the device are not
             checked unless ``VDSA_VALIDATE=1`` was set when the builder was made.
         RuntimeError
-            If the library's SM count was changed after the capabilities were resolved.
+            If the library's SM count was changed after the capabilities were resolved, or the builder's device is not
+            the current one.
 
         Notes
         -----
@@ -97,6 +99,7 @@ class IndexerMetadataBuilder:
         metadata's addresses depend on the plan alone, so what reads it may be.
         """
         if self.device.type == "cuda":
+            check_current_device(self.device)
             check_num_sms(self.caps)
         depths = check_decode_batch(batch, self.config, self.device)
         plan = self._plan(depths)

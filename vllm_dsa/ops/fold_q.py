@@ -14,6 +14,7 @@ from vllm_dsa.ops._checks import (
     check_tensor,
     check_values,
 )
+from vllm_dsa.platform import check_current_device
 from vllm_dsa.reference import Q_AMAX_FLOOR, RopeStyle, ScaleFormat
 
 
@@ -74,13 +75,15 @@ def fold_q(
     TypeError, ValueError
         If an argument has a type, dtype, shape, stride or device that is not allowed; with
         ``VDSA_VALIDATE=1`` also if a position is outside the table or a row's token is none of q.
+    RuntimeError
+        If the tensors are on another CUDA device than the current one.
 
     Notes
     -----
-    Not checked otherwise: values of `positions` and `row_to_token`, and overlap of `out`. CUDA tensors go to one
-    Triton launch on the current device, which must be theirs; other tensors to the torch twin, with the same
-    results bit for bit. No host sync without ``VDSA_VALIDATE=1``. On CUDA with `out` nothing is allocated, so a
-    graph can capture it once a first call has compiled the kernel. Source: see `vllm_dsa.reference.fold_q`.
+    Not checked otherwise: values of `positions` and `row_to_token`, and overlap of `out`. CUDA tensors go to
+    one Triton launch, other tensors to the torch twin, with the same results bit for bit. No host sync without
+    ``VDSA_VALIDATE=1``. On CUDA with `out` nothing is allocated, so a graph can capture it once a first call
+    has compiled the kernel. Source: see `vllm_dsa.reference.fold_q`.
     """
     check_tensor("q", q, dtypes=FLOAT_DTYPES, shape=(None, None, None))
     num_tokens, num_heads, head_dim = q.shape
@@ -109,6 +112,7 @@ def fold_q(
     softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     head_scale = num_heads**-0.5 if head_scale is None else head_scale
     if q.is_cuda:
+        check_current_device(q.device)
         launch_fold_q(
             q,
             weights,

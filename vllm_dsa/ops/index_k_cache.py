@@ -16,6 +16,7 @@ from vllm_dsa.ops._checks import (
     check_tensor,
     check_values,
 )
+from vllm_dsa.platform import check_current_device
 from vllm_dsa.reference import K_AMAX_FLOOR, IndexKCacheLayout, RopeStyle, ScaleFormat
 
 
@@ -53,13 +54,15 @@ def store_index_k(
     TypeError, ValueError
         If an argument has a type, dtype, shape, stride or device that is not allowed; with
         ``VDSA_VALIDATE=1`` also if a slot or a position is out of range. Nothing is written then.
+    RuntimeError
+        If the tensors are on another CUDA device than the current one.
 
     Notes
     -----
-    Not checked otherwise: values of `slot_mapping` and `positions`. CUDA tensors go to one Triton launch on the
-    current device, which must be theirs: no allocation, no host sync without ``VDSA_VALIDATE=1``, and a graph
-    can capture it once a first call has compiled the kernel. Other tensors go to the torch twin, with the same
-    bytes. Source: see `vllm_dsa.reference.store_index_k`.
+    Not checked otherwise: values of `slot_mapping` and `positions`. CUDA tensors go to one Triton launch: no
+    allocation, no host sync without ``VDSA_VALIDATE=1``, and a graph can capture it once a first call has
+    compiled the kernel. Other tensors go to the torch twin, with the same bytes. Source: see
+    `vllm_dsa.reference.store_index_k`.
     """
     check_tensor("k", k, dtypes=FLOAT_DTYPES, shape=(None, None))
     num_tokens, head_dim = k.shape
@@ -75,6 +78,7 @@ def store_index_k(
         check_values("slot_mapping", slot_mapping, slot_mapping >= num_slots, f"below {num_slots}")
         check_positions(positions, cos_sin)
     if k.is_cuda:
+        check_current_device(k.device)
         launch_store_index_k(
             k,
             cache,

@@ -7,6 +7,7 @@ import torch
 
 from vllm_dsa.deep_gemm_wrapper import PagedMQALogitsCapabilities, check_schedule_request
 from vllm_dsa.kernels.schedule import launch_schedule
+from vllm_dsa.platform import check_current_device
 from vllm_dsa.reference.schedule import sm90_schedule, sm100_schedule
 
 
@@ -44,6 +45,8 @@ def paged_mqa_schedule(
     ------
     ValueError, TypeError
         If an argument is not as above; nothing is written then.
+    RuntimeError
+        If the tensors are on another CUDA device than the current one.
 
     Notes
     -----
@@ -52,6 +55,7 @@ def paged_mqa_schedule(
     slots = check_schedule_request(context_lens, block_size, caps.num_sms, indices=indices, out=out, caps=caps)
     sm100_rule = uses_sm100_rule(caps)
     if context_lens.is_cuda:
+        check_current_device(context_lens.device)
         if out is None:
             out = torch.empty((slots + 1, 2), dtype=torch.int32, device=context_lens.device)
         launch_schedule(context_lens, out[: slots + 1], indices=indices, sm100_rule=sm100_rule)
