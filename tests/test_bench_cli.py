@@ -86,7 +86,7 @@ class TestLogits:
             logits = ops.paged_mqa_logits(q, *arguments, **keywords)
             return logits * 1.01 if q.shape[1] == 4 else logits
 
-        mocker.patch("vllm_dsa.bench.logits.paged_mqa_logits", off_when_paired)
+        mocker.patch("vllm_dsa.indexer.logits.paged_mqa_logits", off_when_paired)
         result = run("logits", *TINY, "--no-mixes")
         assert result.exit_code == 1
         assert "WRONG: n=3, context 300, batch 4, grouped c=4: logits are off by 1.0e-02" in result.output
@@ -95,7 +95,7 @@ class TestLogits:
 
     def test_nan_is_wrong(self, run, fake_gpu, mocker, tmp_path):
         mocker.patch(
-            "vllm_dsa.bench.logits.paged_mqa_logits", side_effect=lambda q, *_, **__: torch.full((4, 300), math.nan)
+            "vllm_dsa.indexer.logits.paged_mqa_logits", side_effect=lambda q, *_, **__: torch.full((4, 300), math.nan)
         )
         report = logits_bench.bench_logits(BenchOptions((300,), (1,), (4,), False, 16), lambda case: None)
         assert report.rows == []

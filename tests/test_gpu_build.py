@@ -12,7 +12,7 @@ from vllm_dsa.bench.launches import count_launches
 from vllm_dsa.bench.timing import syncs_with_host
 from vllm_dsa.context_parallel import DcpLayout
 from vllm_dsa.deep_gemm_wrapper import load_deep_gemm, resolve_capabilities
-from vllm_dsa.indexer import DecodeBatch, DecodeForm, IndexerConfig, IndexerMetadataBuilder
+from vllm_dsa.indexer import DecodeBatch, DecodeForm, IndexerConfig, IndexerMetadataBuilder, decode_logits
 from vllm_dsa.ops.row_map import rows_of_tokens, tokens_of_rows
 from vllm_dsa.runner.graphs import DecodeGraphs
 
@@ -138,17 +138,7 @@ class Layer:
     def launch(self, metadata):
         tokens = metadata.plan.num_tokens
         q, weights = rows_of_tokens(self.q[:tokens], self.weights[:tokens], metadata.row_to_token)
-        logits = ops.paged_mqa_logits(
-            q.view(*metadata.context_lens.shape, *q.shape[1:]),
-            self.cache,
-            weights,
-            metadata.context_lens,
-            metadata.block_table,
-            max_context_len=metadata.max_context_len,
-            schedule_metadata=metadata.schedule_metadata,
-            indices=metadata.indices,
-            caps=self.caps,
-        )
+        logits = decode_logits(metadata, q, weights, self.cache, self.caps)
         lens = tokens_of_rows(metadata.context_lens.flatten(), metadata.token_to_row)
         ops.topk_indices(tokens_of_rows(logits, metadata.token_to_row), lens, CONFIG.topk, out=metadata.topk_indices)
 

@@ -7,7 +7,7 @@ import torch
 
 from vllm_dsa import ops, reference
 from vllm_dsa.deep_gemm_wrapper import fp8_mqa_logits, resolve_capabilities
-from vllm_dsa.indexer import DecodeBatch, IndexerConfig, IndexerMetadataBuilder
+from vllm_dsa.indexer import DecodeBatch, IndexerConfig, IndexerMetadataBuilder, decode_logits
 from vllm_dsa.ops import LogitsBackend
 from vllm_dsa.ops.row_map import tokens_of_rows
 from vllm_dsa.runner.oracle import LOGITS_TOLERANCE
@@ -70,17 +70,7 @@ class Step:
         q, weights = ops.fold_q(
             self.q, self.weights, scale_format=ops.ScaleFormat.FP32, row_to_token=metadata.row_to_token
         )
-        rows = ops.paged_mqa_logits(
-            q.view(*metadata.context_lens.shape, *q.shape[1:]),
-            self.cache,
-            weights,
-            metadata.context_lens,
-            metadata.block_table,
-            max_context_len=metadata.max_context_len,
-            schedule_metadata=metadata.schedule_metadata,
-            indices=metadata.indices,
-            caps=self.caps,
-        )
+        rows = decode_logits(metadata, q, weights, self.cache, self.caps)
         return tokens_of_rows(rows, metadata.token_to_row)
 
     def dequantised(self):

@@ -8,10 +8,10 @@ import torch
 
 from vllm_dsa.bench.cases import BenchCase
 from vllm_dsa.bench.inputs import TOPK, case_builder, decode_batch
-from vllm_dsa.bench.logits import launch
 from vllm_dsa.bench.truth import SampledTruth
 from vllm_dsa.config import DsaConfig
 from vllm_dsa.deep_gemm_wrapper import PagedMQALogitsCapabilities
+from vllm_dsa.indexer import decode_logits
 from vllm_dsa.ops import IndexKCacheLayout, LogitsBackend, RopeStyle, ScaleFormat, fold_q, store_index_k, topk_indices
 from vllm_dsa.ops.row_map import tokens_of_rows
 from vllm_dsa.reference import make_cos_sin
@@ -153,7 +153,7 @@ class IndexerStep:
         )
 
     def _logits(self, row_q: torch.Tensor, row_weights: torch.Tensor) -> torch.Tensor:
-        return launch(self._metadata, row_q, row_weights, self._cache, self._caps)
+        return decode_logits(self._metadata, row_q, row_weights, self._cache, self._caps)
 
     def _topk(self, row_logits: torch.Tensor) -> None:
         metadata = self._metadata

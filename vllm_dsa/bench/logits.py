@@ -4,8 +4,6 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from vllm_dsa.bench.cases import BenchCase, bench_cases
 from vllm_dsa.bench.ceilings import gb_per_s
 from vllm_dsa.bench.forms import FLATTENED, Form, legal_forms
@@ -15,9 +13,8 @@ from vllm_dsa.bench.options import BenchOptions
 from vllm_dsa.bench.results import BenchReport, environment
 from vllm_dsa.bench.timing import CapturedGraph, Timing, capture, measure_interleaved, speedup
 from vllm_dsa.bench.truth import TOLERANCE, SampledTruth
-from vllm_dsa.deep_gemm_wrapper import PagedMQALogitsCapabilities
-from vllm_dsa.indexer import IndexerDecodeMetadata
-from vllm_dsa.ops import IndexKCacheLayout, paged_mqa_logits
+from vllm_dsa.indexer import IndexerDecodeMetadata, decode_logits
+from vllm_dsa.ops import IndexKCacheLayout
 from vllm_dsa.ops.row_map import rows_of_tokens
 
 
@@ -99,27 +96,6 @@ def bench_logits(options: BenchOptions, on_case: Callable[[BenchCase], None]) ->
     return report
 
 
-def launch(
-    metadata: IndexerDecodeMetadata,
-    row_q: torch.Tensor,
-    row_weights: torch.Tensor,
-    cache: torch.Tensor,
-    caps: PagedMQALogitsCapabilities,
-) -> torch.Tensor:
-    """Compute the logits of a built step, ``(rows, max_context_len)``, from queries in row order."""
-    return paged_mqa_logits(
-        row_q.view(*metadata.context_lens.shape, *row_q.shape[1:]),
-        cache,
-        row_weights,
-        metadata.context_lens,
-        metadata.block_table,
-        max_context_len=metadata.max_context_len,
-        schedule_metadata=metadata.schedule_metadata,
-        indices=metadata.indices,
-        caps=caps,
-    )
-
-
 def _bench_case(
     case: BenchCase, options: BenchOptions, rig: GpuRig, pool: PagePool, report: BenchReport[LogitsRow]
 ) -> None:
@@ -136,7 +112,7 @@ def _bench_case(
                 decode_batch(case, table)
             )
             row_q, row_weights = rows_of_tokens(q, weights, metadata.row_to_token)
-            graph = capture(functools.partial(launch, metadata, row_q, row_weights, pool.cache, form.caps))
+            graph = capture(functools.partial(decode_logits, metadata, row_q, row_weights, pool.cache, form.caps))
             worst = max(worst, _error_of_a_replay(graph, truth, metadata))
             steps.append(graph)
         if worst > TOLERANCE:

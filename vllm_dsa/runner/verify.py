@@ -7,14 +7,13 @@ import numpy as np
 import torch
 
 from vllm_dsa.deep_gemm_wrapper import PagedMQALogitsCapabilities
-from vllm_dsa.indexer import IndexerDecodeMetadata, PrefillChunk
+from vllm_dsa.indexer import IndexerDecodeMetadata, PrefillChunk, decode_logits
 from vllm_dsa.ops import (
     LogitsBackend,
     ScaleFormat,
     fold_q,
     gather_index_k,
     mqa_logits,
-    paged_mqa_logits,
     paged_mqa_logits_backend,
     topk_indices,
 )
@@ -86,17 +85,7 @@ class StepVerifier:
         contents = np.concatenate([r.contents[r.start :] for r in requests])
         row_q, row_weights = self._queries(contents, positions, metadata.row_to_token)
         backend = paged_mqa_logits_backend(row_q, metadata.schedule_metadata, self._caps)
-        row_logits = paged_mqa_logits(
-            row_q.view(*metadata.context_lens.shape, *row_q.shape[1:]),
-            self._cache,
-            row_weights,
-            metadata.context_lens,
-            metadata.block_table,
-            max_context_len=metadata.max_context_len,
-            schedule_metadata=metadata.schedule_metadata,
-            indices=metadata.indices,
-            caps=self._caps,
-        )
+        row_logits = decode_logits(metadata, row_q, row_weights, self._cache, self._caps)
         logits = tokens_of_rows(row_logits, metadata.token_to_row)
         lens = tokens_of_rows(metadata.context_lens.flatten(), metadata.token_to_row)
         topk_indices(logits, lens, self._topk, out=metadata.topk_indices)
