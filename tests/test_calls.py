@@ -138,6 +138,11 @@ def test_without_a_build_the_error_is_typed():
     ("change", "error", "message"),
     [
         ({"q": torch.zeros(2, 4, 64, 128)}, TypeError, "q must be torch.float8_e4m3fn, got torch.float32"),
+        (
+            {"q": torch.zeros(2, 8, 64, 128, dtype=torch.float8_e4m3fn)[:, ::2]},
+            ValueError,
+            "q must be contiguous, got strides",
+        ),
         ({"kv_cache": torch.zeros(4, 64, 1, 132, dtype=torch.int8)}, TypeError, "kv_cache must be torch.uint8"),
         ({"kv_cache": torch.zeros(4, 64, 1, 576, dtype=torch.uint8)}, ValueError, r"kv_cache must have shape"),
         ({"kv_cache": torch.zeros(4, 16, 1, 132, dtype=torch.uint8)}, ValueError, r"block_size must be one of"),

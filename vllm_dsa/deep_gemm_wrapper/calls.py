@@ -2,6 +2,7 @@
 
 import torch
 
+from vllm_dsa.deep_gemm_wrapper._checks import check_contiguous, check_form
 from vllm_dsa.deep_gemm_wrapper.builds import load_deep_gemm
 from vllm_dsa.deep_gemm_wrapper.capabilities import PagedMQALogitsCapabilities, resolve_capabilities
 from vllm_dsa.deep_gemm_wrapper.gates import native_next_n_supported, paged_mqa_logits_schedule_slots
@@ -189,12 +190,8 @@ def _check_launch(
         ("block_table", block_table, torch.int32, (rows, *block_table.shape[1:2])),
         ("schedule_metadata", schedule_metadata, torch.int32, schedule_metadata.shape),
     ):
-        if tensor.dtype != dtype:
-            raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
-        if tensor.shape != shape:
-            raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} must be on {q.device} like q, got {tensor.device}")
+        check_form(name, tensor, dtype, shape, q.device)
+    check_contiguous("q", q)
 
 
 def _check_indices(indices: torch.Tensor, context_lens: torch.Tensor, caps: PagedMQALogitsCapabilities) -> None:

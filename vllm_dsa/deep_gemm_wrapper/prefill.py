@@ -2,6 +2,7 @@
 
 import torch
 
+from vllm_dsa.deep_gemm_wrapper._checks import check_contiguous, check_form
 from vllm_dsa.deep_gemm_wrapper.builds import load_deep_gemm
 from vllm_dsa.deep_gemm_wrapper.capabilities import (
     PagedMQALogitsCapabilities,
@@ -104,11 +105,5 @@ def _check(
         ("row_starts", row_starts, torch.int32, (rows,)),
         ("row_ends", row_ends, torch.int32, (rows,)),
     ):
-        if tensor.dtype != dtype:
-            raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
-        if tensor.shape != shape or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be contiguous with shape {shape}, got {tuple(tensor.shape)}, strides {tensor.stride()}"
-            )
-        if tensor.device != q.device:
-            raise ValueError(f"{name} must be on {q.device} like q, got {tensor.device}")
+        check_form(name, tensor, dtype, shape, q.device)
+        check_contiguous(name, tensor)
