@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from vllm_dsa import envs
+from vllm_dsa.deep_gemm_wrapper import PagedMQALogitsCapabilities, resolve_capabilities
 from vllm_dsa.platform import is_cuda
 
 if not is_cuda():
@@ -31,6 +32,15 @@ def seed(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(scope="session")
+def caps() -> PagedMQALogitsCapabilities:
+    """What the loaded DeepGEMM takes on this GPU; without a build a GPU test that asks for it fails."""
+    found = resolve_capabilities()
+    if found.provider is None:
+        pytest.fail("a GPU test needs a DeepGEMM build: see docs/deepgemm_builds.md")
+    return found
 
 
 @pytest.fixture

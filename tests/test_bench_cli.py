@@ -57,8 +57,8 @@ def fake_gpu(mocker):
         return {key: Timing(50.0 * (i + 1), 49.0, 51.0) for i, key in enumerate(runs)}
 
     rig = GpuRig(CPU, SM90, mocker.Mock(), Ceilings(4000.0, 4100.0, 3.0))
+    mocker.patch("vllm_dsa.bench.gpu.set_up_gpu", return_value=rig)
     for module in ("logits", "indexer"):
-        mocker.patch(f"vllm_dsa.bench.{module}.set_up_gpu", return_value=rig)
         mocker.patch(f"vllm_dsa.bench.{module}.capture", FakeGraph)
         mocker.patch(f"vllm_dsa.bench.{module}.measure_interleaved", clock)
     mocker.patch("vllm_dsa.bench.indexer.syncs_with_host", side_effect=lambda call: "topk" in str(call))

@@ -11,7 +11,6 @@ from vllm_dsa.deep_gemm_wrapper import (
     get_paged_mqa_logits_metadata,
     load_deep_gemm,
     native_next_n_supported,
-    resolve_capabilities,
 )
 from vllm_dsa.ops import LogitsBackend
 from vllm_dsa.runner.oracle import LOGITS_TOLERANCE
@@ -20,14 +19,6 @@ from vllm_dsa.runner.trace import TraceRequest
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
-
-
-@pytest.fixture(scope="module")
-def caps():
-    found = resolve_capabilities()
-    if found.provider is None:
-        pytest.fail("a GPU test needs a DeepGEMM build: see docs/deepgemm_builds.md")
-    return found
 
 
 def raw_logits(next_n, rows_in_schedule):

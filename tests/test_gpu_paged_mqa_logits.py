@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vllm_dsa import ops, reference
-from vllm_dsa.deep_gemm_wrapper import fp8_mqa_logits, resolve_capabilities
+from vllm_dsa.deep_gemm_wrapper import fp8_mqa_logits
 from vllm_dsa.indexer import DecodeBatch, IndexerConfig, IndexerMetadataBuilder, decode_logits
 from vllm_dsa.ops import LogitsBackend
 from vllm_dsa.ops.row_map import tokens_of_rows
@@ -21,14 +21,6 @@ DEPTHS = {
     "ragged 1..8": [1, 2, 3, 4, 5, 6, 7, 8, 1, 8],
     "ragged with padding": [3, 0, 1, 4, 0, 2],
 }
-
-
-@pytest.fixture(scope="module")
-def caps():
-    found = resolve_capabilities()
-    if found.provider is None:
-        pytest.fail("a GPU test needs a DeepGEMM build: see docs/deepgemm_builds.md")
-    return found
 
 
 def page_pool(block_size, pages, strided):

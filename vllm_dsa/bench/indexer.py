@@ -4,15 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_dsa.bench.cases import BenchCase, bench_cases
+from vllm_dsa.bench.cases import BenchCase
 from vllm_dsa.bench.forms import FLATTENED, Form, legal_forms
-from vllm_dsa.bench.gpu import GpuRig, set_up_gpu
+from vllm_dsa.bench.gpu import GpuRig, bench_every_case
 from vllm_dsa.bench.indexer_step import STAGES, WHOLE, IndexerInputs, IndexerStep
 from vllm_dsa.bench.inputs import PagePool
 from vllm_dsa.bench.options import BenchOptions
-from vllm_dsa.bench.results import BenchReport, environment
+from vllm_dsa.bench.results import BenchReport
 from vllm_dsa.bench.timing import CapturedGraph, Timing, capture, measure_interleaved, speedup, syncs_with_host
-from vllm_dsa.ops import IndexKCacheLayout
 
 DEFAULTS = BenchOptions(contexts=(32768, 131072), batches=(1, 16, 64), next_ns=(1, 2, 3, 4, 5), iters=20)
 
@@ -31,7 +30,7 @@ class IndexerRow:
     chosen : bool
         Whether the planner takes this form.
     stage : str
-        ``fold_q`` (with the gather into row order), ``store_index_k``, ``logits``, ``topk`` or ``whole``, which is all
+        ``fold_q`` (straight into row order), ``store_index_k``, ``logits``, ``topk`` or ``whole``, which is all
         four in that order.
     mode : str
         ``graph``, or ``eager`` for a stage that syncs with the host and so cannot be captured: its time includes the
@@ -72,14 +71,7 @@ def bench_indexer(options: BenchOptions, on_case: Callable[[BenchCase], None]) -
     ValueError
         If the build does not take the heads or the page size.
     """
-    rig = set_up_gpu("bench indexer")
-    report = BenchReport[IndexerRow](environment(options.command("indexer"), rig.caps) | rig.describe())
-    cases = list(bench_cases(options))
-    pool = PagePool(cases, IndexKCacheLayout(options.block_size), options.seed, rig.device)
-    for case in cases:
-        on_case(case)
-        _bench_case(case, options, rig, pool, report)
-    return report
+    return bench_every_case("indexer", options, on_case, _bench_case)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,13 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm_dsa.bench.cases import BenchCase, bench_cases
+from vllm_dsa.bench.cases import BenchCase
 from vllm_dsa.bench.ceilings import gb_per_s
 from vllm_dsa.bench.forms import FLATTENED, Form, legal_forms
-from vllm_dsa.bench.gpu import GpuRig, set_up_gpu
+from vllm_dsa.bench.gpu import GpuRig, bench_every_case
 from vllm_dsa.bench.inputs import PagePool, case_builder, decode_batch, random_queries
 from vllm_dsa.bench.options import BenchOptions
-from vllm_dsa.bench.results import BenchReport, environment
+from vllm_dsa.bench.results import BenchReport
 from vllm_dsa.bench.timing import CapturedGraph, Timing, capture, measure_interleaved, speedup
 from vllm_dsa.bench.truth import TOLERANCE, SampledTruth
 from vllm_dsa.indexer import IndexerDecodeMetadata, decode_logits
@@ -86,14 +86,7 @@ def bench_logits(options: BenchOptions, on_case: Callable[[BenchCase], None]) ->
     ValueError
         If the build does not take the heads or the page size.
     """
-    rig = set_up_gpu("bench logits")
-    report = BenchReport[LogitsRow](environment(options.command("logits"), rig.caps) | rig.describe())
-    cases = list(bench_cases(options))
-    pool = PagePool(cases, IndexKCacheLayout(options.block_size), options.seed, rig.device)
-    for case in cases:
-        on_case(case)
-        _bench_case(case, options, rig, pool, report)
-    return report
+    return bench_every_case("logits", options, on_case, _bench_case)
 
 
 def _bench_case(

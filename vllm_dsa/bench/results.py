@@ -61,7 +61,6 @@ class BenchReport(Generic[Row]):
 
 def environment(command: str, caps: PagedMQALogitsCapabilities) -> dict[str, str]:
     """Return date, device, library versions and the command that repeats the benchmark."""
-    native = "any" if caps.native_next_n is None else ",".join(map(str, sorted(caps.native_next_n)))
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": f"{current_device().name}, {caps.num_sms} SMs",
@@ -69,7 +68,7 @@ def environment(command: str, caps: PagedMQALogitsCapabilities) -> dict[str, str
         "triton": _version("triton"),
         "vllm-dsa": __version__,
         "deep_gemm": f"{caps.provider or 'none'} {caps.version or ''}".strip(),
-        "native_next_n": native,
+        "native_next_n": caps.native_text,
         "command": command,
     }
 

@@ -71,6 +71,11 @@ class PagedMQALogitsCapabilities:
         """``sm90``, ``sm100``, ...; ``cpu`` without CUDA."""
         return "cpu" if self.arch_family is None else f"sm{self.arch_family}0"
 
+    @property
+    def native_text(self) -> str:
+        """The native set as one word: ``any``, or ``1,2,4``."""
+        return "any" if self.native_next_n is None else ",".join(map(str, sorted(self.native_next_n)))
+
 
 @dataclass(frozen=True, slots=True)
 class _BuildLine:

@@ -98,9 +98,7 @@ class IndexerMetadataBuilder:
         On a GPU two launches, no allocation and no host sync. Not meant to be captured: the plan is host work. The
         metadata's addresses depend on the plan alone, so what reads it may be.
         """
-        if self.device.type == "cuda":
-            check_current_device(self.device)
-            check_num_sms(self.caps)
+        self._check_gpu()
         depths = check_decode_batch(batch, self.config, self.device)
         plan = self._plan(depths)
         if self._validates:
@@ -164,7 +162,10 @@ class IndexerMetadataBuilder:
             Under DCP: the draft's rows belong to other ranks.
         TypeError, ValueError
             If the metadata is not one row per request, or a tensor does not match it.
+        RuntimeError
+            As :meth:`build_decode`.
         """
+        self._check_gpu()
         self._check_draft_update(metadata, seq_lens, block_table)
         lens = metadata.context_lens[:, 0]
         torch.clamp(seq_lens, min=0, out=lens)
@@ -173,6 +174,11 @@ class IndexerMetadataBuilder:
         if metadata.form is not DecodeForm.NATIVE:
             metadata.block_table[:, : block_table.shape[1]].copy_(block_table)
         self._schedule(metadata.context_lens, metadata.indices, metadata.schedule_metadata)
+
+    def _check_gpu(self) -> None:
+        if self.device.type == "cuda":
+            check_current_device(self.device)
+            check_num_sms(self.caps)
 
     def _empty_request(self, depth: int) -> DecodeBatch:
         starts = torch.tensor([0, depth], dtype=torch.int32)

@@ -115,14 +115,13 @@ def startup_fields(config: IndexerConfig, caps: PagedMQALogitsCapabilities) -> d
     it can, which ``group_size`` shows.
     """
     plan = full_step_plan(config, caps)
-    native = "any" if caps.native_next_n is None else ",".join(map(str, sorted(caps.native_next_n)))
     return {
         "use_flattening": str(not native_next_n_supported(config.next_n, caps)),
         "supports_varlen": str(caps.supports_varlen),
         "next_n": str(config.next_n),
         "arch": caps.arch,
         "deep_gemm": ":".join(part for part in (caps.provider or "none", caps.version) if part),
-        "native_next_n": native,
+        "native_next_n": caps.native_text,
         "group_size": str(plan.group_size),
         "schedule_slots": str(paged_mqa_logits_schedule_slots(caps.num_sms, plan.group_size, caps)),
         "num_sms": str(caps.num_sms),

@@ -98,7 +98,7 @@ def plan_step(depths: Sequence[int], caps: PagedMQALogitsCapabilities, costs: St
     # A view of the engine's table needs its first rows to be exactly the kernel's rows.
     is_native = not count_of_depth or (list(count_of_depth) == [group_size] and 0 not in depths[:num_live])
     return StepPlan(
-        form=DecodeForm.NATIVE if is_native else _EXPANDED_FORM[group_size == 1],
+        form=DecodeForm.NATIVE if is_native else expanded_form(group_size),
         group_size=group_size,
         num_reqs=num_reqs,
         num_tokens=num_tokens,
@@ -107,13 +107,15 @@ def plan_step(depths: Sequence[int], caps: PagedMQALogitsCapabilities, costs: St
     )
 
 
+def expanded_form(group_size: int) -> DecodeForm:
+    """Return what a step in groups of `group_size` is called where the engine's table does not serve as it is."""
+    return DecodeForm.FLATTENED if group_size == 1 else DecodeForm.GROUPED
+
+
 def legal_group_sizes(max_depth: int, caps: PagedMQALogitsCapabilities) -> list[int]:
     """Return the group sizes that a step of at most `max_depth` rows per request may use, ascending."""
     candidates = range(1, max_depth + 1) if caps.native_next_n is None else sorted(caps.native_next_n)
     return [size for size in candidates if native_next_n_supported(size, caps)]
-
-
-_EXPANDED_FORM = {True: DecodeForm.FLATTENED, False: DecodeForm.GROUPED}
 
 
 def _cheapest_group_size(

@@ -6,7 +6,7 @@ import torch
 
 from vllm_dsa.deep_gemm_wrapper import PagedMQALogitsCapabilities
 from vllm_dsa.indexer.config import IndexerConfig
-from vllm_dsa.indexer.plan import DecodeForm, StepPlan, legal_group_sizes
+from vllm_dsa.indexer.plan import DecodeForm, StepPlan, expanded_form, legal_group_sizes
 from vllm_dsa.ops import IndexKCacheLayout, paged_mqa_logits
 
 
@@ -16,7 +16,7 @@ def warmup_plans(config: IndexerConfig, caps: PagedMQALogitsCapabilities) -> Ite
         yield StepPlan(DecodeForm.RAGGED, 1, num_reqs=1, num_tokens=1, num_groups=1, kv_reads=1)
         return
     for size in legal_group_sizes(config.max_num_tokens, caps):
-        for form in (DecodeForm.NATIVE, DecodeForm.FLATTENED if size == 1 else DecodeForm.GROUPED):
+        for form in (DecodeForm.NATIVE, expanded_form(size)):
             yield StepPlan(
                 form, size, num_reqs=1, num_tokens=min(size, config.max_num_tokens), num_groups=1, kv_reads=1
             )

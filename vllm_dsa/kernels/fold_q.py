@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from vllm_dsa.kernels.fp8_rows import has_hardware_casts, load_rotated_rows, quantize_rows
+from vllm_dsa.kernels.launcher import next_power_of_2
 
 _HEADS_PER_PROGRAM = 16
 
@@ -59,8 +60,8 @@ def launch_fold_q(
     Arguments are not checked here. On CPU tensors it runs under ``TRITON_INTERPRET=1``.
     """
     num_heads, head_dim = q.shape[1:]
-    heads = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
-    _fold_q_kernel[(q_out.shape[0], triton.cdiv(num_heads, heads))](
+    heads = min(_HEADS_PER_PROGRAM, next_power_of_2(num_heads))
+    _fold_q_kernel[(q_out.shape[0], -(-num_heads // heads))](
         q,
         weights,
         positions,
@@ -77,7 +78,7 @@ def launch_fold_q(
         NUM_HEADS=num_heads,
         HEADS=heads,
         D=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_D=next_power_of_2(head_dim),
         ROPE_DIM=0 if cos_sin is None else cos_sin.shape[1],
         INTERLEAVED=interleaved,
         HADAMARD=hadamard,

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from vllm_dsa.kernels.fp8_rows import has_hardware_casts, load_rotated_rows, quantize_rows
+from vllm_dsa.kernels.launcher import next_power_of_2
 
 _TOKENS_PER_PROGRAM = 4
 
@@ -52,7 +53,7 @@ def launch_store_index_k(
     call. Arguments are not checked here. On CPU tensors it runs under ``TRITON_INTERPRET=1``.
     """
     num_tokens, head_dim = k.shape
-    _store_index_k_kernel[(triton.cdiv(num_tokens, _TOKENS_PER_PROGRAM),)](
+    _store_index_k_kernel[(-(-num_tokens // _TOKENS_PER_PROGRAM),)](
         k,
         cache,
         slot_mapping,
@@ -65,7 +66,7 @@ def launch_store_index_k(
         TOKENS=_TOKENS_PER_PROGRAM,
         BLOCK_SIZE=cache.shape[1],
         D=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_D=next_power_of_2(head_dim),
         ROPE_DIM=0 if cos_sin is None else cos_sin.shape[1],
         INTERLEAVED=interleaved,
         HADAMARD=hadamard,
