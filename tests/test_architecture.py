@@ -20,7 +20,7 @@ ROOMS = {
     "deep_gemm_wrapper": {"platform", "envs"},
     "context_parallel": set(),
     "reference": {"context_parallel"},
-    "kernels": {"platform", "envs"},
+    "kernels": {"_version", "platform", "envs"},
     "ops": {"platform", "envs", "kernels", "reference", "deep_gemm_wrapper"},
     "indexer": {"platform", "envs", "deep_gemm_wrapper", "context_parallel", "kernels", "reference", "ops"},
     "runner": {"platform", "envs", "config", "deep_gemm_wrapper", "context_parallel", "reference", "ops", "indexer"},
@@ -28,7 +28,7 @@ ROOMS = {
         *("platform", "envs", "config", "deep_gemm_wrapper", "context_parallel", "reference", "ops", "indexer"),
         "runner",
     },
-    "cli": {"_version", "platform", "envs", "config", "deep_gemm_wrapper", "indexer", "runner", "bench"},
+    "cli": {"_version", "platform", "envs", "config", "deep_gemm_wrapper", "kernels", "indexer", "runner", "bench"},
 }
 
 
@@ -69,13 +69,16 @@ def test_import_does_nothing():
 import logging, os, sys, pathlib, tempfile
 os.environ["HOME"] = os.environ["XDG_CACHE_HOME"] = home = tempfile.mkdtemp()
 before = logging.getLogger().handlers[:]
-import vllm_dsa, vllm_dsa.indexer, vllm_dsa.ops, vllm_dsa.reference, vllm_dsa.deep_gemm_wrapper, vllm_dsa.runner
 import torch
+by_torch = set(sys.modules)  # with cuda.bindings, where they are installed
+import vllm_dsa, vllm_dsa.indexer, vllm_dsa.ops, vllm_dsa.reference, vllm_dsa.deep_gemm_wrapper, vllm_dsa.runner
+import vllm_dsa.kernels.variants
 assert not torch.cuda.is_initialized()
 assert logging.getLogger().handlers == before
 assert [type(h) for h in logging.getLogger("vllm_dsa").handlers] == [logging.NullHandler]
 assert not list(pathlib.Path(home).iterdir()), list(pathlib.Path(home).iterdir())
 loaded = {"typer", "rich", "matplotlib", "deep_gemm", "vllm", "transformers"} & set(sys.modules)
+loaded |= {name for name in set(sys.modules) - by_torch if name.partition(".")[0] == "cuda"}
 assert not loaded, loaded
 """
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -8,21 +8,15 @@ from hypothesis import given, settings
 
 from vllm_dsa.context_parallel import DcpLayout
 from vllm_dsa.deep_gemm_wrapper import planned_capabilities
-from vllm_dsa.indexer import (
-    CudaGraphSupport,
-    DecodeBatch,
-    DecodeForm,
-    IndexerConfig,
-    IndexerMetadataBuilder,
-    cudagraph_support,
-    startup_fields,
-)
+from vllm_dsa.indexer import DecodeBatch, DecodeForm, IndexerConfig, IndexerMetadataBuilder
 from vllm_dsa.ops.schedule import paged_mqa_schedule
 
 SM90 = planned_capabilities("sm90")
 SM90_MAIN = planned_capabilities("sm90", frozenset({1, 2}))
 SM100 = planned_capabilities("sm100")
-CONFIG = IndexerConfig(next_n=4, max_num_seqs=8, block_table_width=6, max_num_tokens=64, topk=16)
+CONFIG = IndexerConfig(
+    next_n=4, max_num_seqs=8, block_table_width=6, max_num_tokens=64, topk=16, logits_backend="deep_gemm"
+)
 WIDTH_TOKENS = 6 * 64
 
 
@@ -188,6 +182,9 @@ def test_an_unsupported_page_size_is_refused_at_construction():
         ({"block_size": 128}, ValueError, "block_size must be 32 or 64"),
         ({"compress_ratio": 0}, ValueError, "compress_ratio"),
         ({"topk": 0}, ValueError, "topk"),
+        ({"num_heads": 0}, ValueError, "num_heads"),
+        ({"head_dim": 0}, ValueError, "head_dim"),
+        ({"logits_backend": "sm100"}, ValueError, "logits_backend must be one of auto, deep_gemm, sm90, reference"),
         ({"max_num_tokens": -1}, ValueError, "max_num_tokens"),
         ({"compress_ratio": 4, "dcp": DcpLayout(2, 0, 2)}, NotImplementedError, "must divide dcp.interleave"),
     ],
@@ -201,20 +198,17 @@ def test_default_sizes():
     config = IndexerConfig(next_n=4, max_num_seqs=8, block_table_width=6)
     assert config.max_num_tokens == 32
     assert config.max_logits_bytes == 512 << 20
+    assert config.logits_backend == "auto"
 
 
-@pytest.mark.parametrize(
-    ("next_n", "caps", "support"),
-    [
-        (1, SM90, CudaGraphSupport.UNIFORM_BATCH),
-        (4, SM90, CudaGraphSupport.UNIFORM_BATCH),
-        (3, SM90, CudaGraphSupport.UNIFORM_BATCH),
-        (3, planned_capabilities("sm90", frozenset({1})), CudaGraphSupport.ALWAYS),
-        (3, SM100, CudaGraphSupport.ALWAYS),
-    ],
-)
-def test_cudagraph_support(next_n, caps, support):
-    assert cudagraph_support(dataclasses.replace(CONFIG, next_n=next_n), caps) is support
+def test_the_environment_names_the_backend_unless_the_config_does(monkeypatch):
+    monkeypatch.setenv("VDSA_LOGITS_BACKEND", "reference")
+    config = IndexerConfig(next_n=4, max_num_seqs=8, block_table_width=6)
+    assert config.logits_backend == "reference"
+    assert CONFIG.logits_backend == "deep_gemm"
+    monkeypatch.setenv("VDSA_LOGITS_BACKEND", "sm100")
+    with pytest.raises(ValueError, match="VDSA_LOGITS_BACKEND='sm100': allowed: auto"):
+        dataclasses.replace(config, logits_backend="")
 
 
 def test_startup_line(caplog):
@@ -223,22 +217,9 @@ def test_startup_line(caplog):
     (record,) = caplog.records
     assert record.getMessage() == (
         "indexer decode: use_flattening=False supports_varlen=False next_n=4 arch=sm90 deep_gemm=planned "
-        "native_next_n=1,2,4 group_size=4 schedule_slots=66 num_sms=132"
+        "native_next_n=1,2,4 logits_backend=deep_gemm forms=1:native,2:native,3:grouped,4:native group_size=4 "
+        "schedule_slots=66 num_sms=132"
     )
-
-
-@pytest.mark.parametrize(
-    ("next_n", "caps", "expected"),
-    [
-        (3, SM90, {"use_flattening": "True", "group_size": "4", "schedule_slots": "66"}),
-        (4, SM90_MAIN, {"use_flattening": "True", "group_size": "2", "native_next_n": "1,2", "schedule_slots": "132"}),
-        (5, SM100, {"use_flattening": "False", "supports_varlen": "True", "native_next_n": "any"}),
-        (1, planned_capabilities("cpu"), {"arch": "cpu", "deep_gemm": "none", "num_sms": "1"}),
-    ],
-)
-def test_startup_fields(next_n, caps, expected):
-    fields = startup_fields(dataclasses.replace(CONFIG, next_n=next_n), caps)
-    assert expected.items() <= fields.items()
 
 
 class TestDraftUpdate:

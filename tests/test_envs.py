@@ -14,13 +14,24 @@ def test_defaults(monkeypatch):
     assert {name: envs.get(name) for name in envs.VARIABLES} == {
         "VDSA_VALIDATE": False,
         "VDSA_MAX_LOGITS_MB": 512,
+        "VDSA_LOGITS_BACKEND": "auto",
+        "VDSA_CACHE_DIR": None,
+        "VDSA_DISABLE_JIT": False,
         "VDSA_REQUIRE_GPU": False,
     }
 
 
 @pytest.mark.parametrize(
     ("name", "text", "value"),
-    [("VDSA_VALIDATE", "1", True), ("VDSA_VALIDATE", "False", False), ("VDSA_MAX_LOGITS_MB", " 64 ", 64)],
+    [
+        ("VDSA_VALIDATE", "1", True),
+        ("VDSA_VALIDATE", "False", False),
+        ("VDSA_MAX_LOGITS_MB", " 64 ", 64),
+        ("VDSA_LOGITS_BACKEND", "sm90", "sm90"),
+        ("VDSA_CACHE_DIR", "/var/cache/kernels", Path("/var/cache/kernels")),
+        ("VDSA_CACHE_DIR", "~/kernels", Path.home() / "kernels"),
+        ("VDSA_CACHE_DIR", "", None),
+    ],
 )
 def test_parsing(monkeypatch, name, text, value):
     monkeypatch.setenv(name, text)
@@ -29,7 +40,14 @@ def test_parsing(monkeypatch, name, text, value):
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("VDSA_VALIDATE", "yes please"), ("VDSA_MAX_LOGITS_MB", "0"), ("VDSA_MAX_LOGITS_MB", "-3")],
+    [
+        ("VDSA_VALIDATE", "yes please"),
+        ("VDSA_MAX_LOGITS_MB", "0"),
+        ("VDSA_MAX_LOGITS_MB", "-3"),
+        ("VDSA_LOGITS_BACKEND", "sm100"),
+        ("VDSA_LOGITS_BACKEND", ""),
+        ("VDSA_CACHE_DIR", "cache"),
+    ],
 )
 def test_rubbish_is_refused_with_the_variable_named(monkeypatch, name, text):
     monkeypatch.setenv(name, text)

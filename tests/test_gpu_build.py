@@ -19,7 +19,9 @@ from vllm_dsa.runner.graphs import DecodeGraphs
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 WIDTH = 40
-CONFIG = IndexerConfig(next_n=4, max_num_seqs=64, block_table_width=WIDTH, max_num_tokens=512, topk=64)
+CONFIG = IndexerConfig(
+    next_n=4, max_num_seqs=64, block_table_width=WIDTH, max_num_tokens=512, topk=64, logits_backend="deep_gemm"
+)
 MIXES = {
     "uniform 1": [1] * 64,
     "uniform 2": [2] * 64,

@@ -49,7 +49,12 @@ class Step:
         lens = torch.tensor(lengths, dtype=torch.int32)
         self.batch = DecodeBatch(starts.to(CUDA), starts, lens.to(CUDA), table.to(CUDA), max(lengths))
         config = IndexerConfig(
-            next_n=4, max_num_seqs=num_reqs, block_table_width=width, max_num_tokens=num_tokens, block_size=block_size
+            next_n=4,
+            max_num_seqs=num_reqs,
+            block_table_width=width,
+            max_num_tokens=num_tokens,
+            block_size=block_size,
+            logits_backend="deep_gemm",
         )
         self.caps = caps
         self.metadata = IndexerMetadataBuilder(config, caps, CUDA).build_decode(self.batch)

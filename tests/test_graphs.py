@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 
@@ -15,10 +17,12 @@ def make_batch(lens, width=6, value=1):
     return DecodeBatch(starts, starts.clone(), torch.tensor(lens, dtype=torch.int32), table, max(lens))
 
 
-def test_padding_requests_see_nothing():
-    padded = PaddedDecodeInputs(CONFIG, "cpu").load(make_batch([100, 200]), [2, 2])
-    metadata = IndexerMetadataBuilder(CONFIG, SM90).build_decode(padded)
-    assert metadata.context_lens.tolist() == [[99, 100], [199, 200], [0, 0], [0, 0]]
+@pytest.mark.parametrize("backend", ["deep_gemm", "sm90"])
+def test_padding_requests_see_nothing(backend):
+    config = dataclasses.replace(CONFIG, logits_backend=backend)
+    padded = PaddedDecodeInputs(config, "cpu").load(make_batch([100, 200]), [2, 2])
+    metadata = IndexerMetadataBuilder(config, SM90).build_decode(padded)
+    assert metadata.context_lens.flatten().tolist() == [99, 100, 199, 200, 0, 0, 0, 0]
     assert metadata.decode_lens.tolist() == [2, 2, 2, 2]
 
 

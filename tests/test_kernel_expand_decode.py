@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from vllm_dsa.context_parallel import DcpLayout
 from vllm_dsa.deep_gemm_wrapper import planned_capabilities
-from vllm_dsa.indexer import DecodeBatch, IndexerConfig, buffers, plan_step
+from vllm_dsa.indexer import SM90_KERNEL_COSTS, DecodeBatch, IndexerConfig, buffers, plan_step
 from vllm_dsa.indexer.buffers import StepBuffers
 
 SM90 = planned_capabilities("sm90")
@@ -41,11 +41,11 @@ def make_batch(depths, lengths, table, device="cpu"):
     )
 
 
-def assert_same_sequence(steps, config, caps, device="cpu"):
+def assert_same_sequence(steps, config, caps, device="cpu", ragged_costs=None):
     kernel = StepBuffers.allocate(config, caps, torch.device(device))
     twin = StepBuffers.allocate(config, caps, torch.device("cpu"))
     for depths, lengths, table in steps:
-        plan = plan_step(depths, caps)
+        plan = plan_step(depths, caps, ragged_costs=ragged_costs)
         expand(kernel, make_batch(depths, lengths, table, device), plan, config, by_triton=True)
         expand(twin, make_batch(depths, lengths, table), plan, config, by_triton=False)
         for name, want in twin.tensors().items():
@@ -69,6 +69,18 @@ def random_steps(generator, count, max_reqs, max_depth, width, block_size=64):
 def test_any_sequence_of_steps_equals_the_twin(device, name, generator):
     config = IndexerConfig(next_n=4, max_num_seqs=9, block_table_width=7, max_num_tokens=72, topk=4)
     assert_same_sequence(random_steps(generator, 8, 9, 8, 7), config, CAPS[name], device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("max_reqs", [8, 9])  # a power of two, and one past it
+def test_steps_of_our_kernel_among_others_equal_the_twin(device, max_reqs, generator):
+    config = IndexerConfig(next_n=4, max_num_seqs=max_reqs, block_table_width=7, max_num_tokens=8 * max_reqs, topk=4)
+    steps = list(random_steps(generator, 8, max_reqs, 8, 7))
+    # Single rows are NATIVE by DeepGEMM.
+    steps[1::3] = [([1] * len(depths), lengths, table) for depths, lengths, table in steps[1::3]]
+    full = torch.ones(max_reqs, 7, dtype=torch.int32)
+    steps.append(([2] * max_reqs, [70] * max_reqs, full))
+    assert_same_sequence(steps, config, SM90, device, ragged_costs=SM90_KERNEL_COSTS)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -121,3 +133,13 @@ def test_a_device_that_disagrees_with_the_host_reads_nothing_out_of_bounds():
     expand(step_buffers, lying, plan_step([3, 3], SM90), config, by_triton=True)
     assert step_buffers.context_lens[4:].eq(0).all()
     assert step_buffers.row_to_token[1:8].eq(-1).all()
+
+
+def test_starts_past_the_hosts_tokens_are_cut_there():
+    config = IndexerConfig(next_n=2, max_num_seqs=4, block_table_width=2, topk=4)
+    step_buffers = StepBuffers.allocate(config, SM90, torch.device("cpu"))
+    batch = make_batch([2, 2], [64, 64], torch.ones(2, 2, dtype=torch.int32))
+    lying = dataclasses.replace(batch, query_start_loc=torch.tensor([0, 9, 11], dtype=torch.int32))
+    plan = plan_step([2, 2], SM90, ragged_costs=SM90_KERNEL_COSTS)
+    expand(step_buffers, lying, plan, config, by_triton=True)
+    assert step_buffers.query_start_loc.tolist() == [0, 4, 4, 4, 4]

@@ -47,8 +47,8 @@ def test_wrong_logits_are_noticed(row):
     assert not check_row(row, indices(0, 2, 4), EXPECTED, 3).ok
 
 
-def test_fp8_tensor_cores_may_err_more_and_only_that_much():
-    backend = LogitsBackend.DEEP_GEMM
+@pytest.mark.parametrize("backend", [LogitsBackend.DEEP_GEMM, LogitsBackend.SM90])
+def test_fp8_tensor_cores_may_err_more_and_only_that_much(backend):
     assert check_row(ROW * 1.0003, indices(0, 2, 4), EXPECTED, 3, backend).ok
     assert not check_row(ROW * 1.001, indices(0, 2, 4), EXPECTED, 3, backend).ok
     assert check_row(ROW, indices(0, 2, 5), EXPECTED, 3, backend).misplaced > 0

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 
 from vllm_dsa.deep_gemm_wrapper import native_next_n_supported, planned_capabilities
-from vllm_dsa.indexer import DecodeForm, StepCosts, plan_step
+from vllm_dsa.indexer import SM90_KERNEL_COSTS, DecodeForm, StepCosts, StepPlan, plan_step
 from vllm_dsa.indexer.costs import SM90_COSTS
+from vllm_dsa.ops import LogitsBackend
 
 SM90 = planned_capabilities("sm90")
 SM90_MAIN = planned_capabilities("sm90", frozenset({1, 2}))
@@ -22,6 +23,8 @@ ALL_CAPS = [
     planned_capabilities("sm90", frozenset({1})),
     planned_capabilities("sm90", frozenset({4})),
 ]
+# Nothing of DeepGEMM's.
+NO_DEEP_GEMM = dataclasses.replace(SM90, native_next_n=frozenset(), paired_next_n=frozenset())
 DEPTHS = st.lists(st.integers(0, 9), max_size=40)
 
 
@@ -99,6 +102,73 @@ def test_costs_are_linear_between_and_past_the_points():
 def test_negative_depth_is_refused():
     with pytest.raises(ValueError, match="depths must not be negative, got -1 for request 2"):
         plan_step([1, 2, -1], SM90)
+
+
+class TestOurKernel:
+    @pytest.mark.parametrize(
+        ("depths", "kv_reads"),
+        [
+            ([2] * 5, 5),
+            ([3, 3, 3, 1], 4),
+            ([4, 0, 4], 2),
+            ([8, 8], 2),
+            ([9, 1], 3),
+            ([16, 17], 5),
+            ([], 0),
+            ([0, 0], 0),
+        ],
+    )
+    def test_known_steps(self, depths, kv_reads):
+        plan = plan_step(depths, SM90, ragged_costs=SM90_KERNEL_COSTS)
+        assert plan == StepPlan(
+            DecodeForm.RAGGED,
+            group_size=1,
+            num_reqs=len(depths),
+            num_tokens=sum(depths),
+            num_groups=sum(depths),
+            kv_reads=kv_reads,
+            backend=LogitsBackend.SM90,
+        )
+        assert plan.rows_are_tokens
+        assert plan.reads_engine_table
+        assert plan.num_table_rows == len(depths)
+
+    @pytest.mark.parametrize(
+        ("depths", "form"),
+        [([1] * 5, DecodeForm.NATIVE), ([1] * 200 + [2], DecodeForm.FLATTENED)],
+    )
+    def test_deep_gemm_where_it_is_cheaper(self, depths, form):
+        plan = plan_step(depths, SM90, ragged_costs=SM90_KERNEL_COSTS)
+        assert (plan.form, plan.backend) == (form, LogitsBackend.DEEP_GEMM)
+
+    def test_a_tie_is_ours_whatever_the_order_of_the_depths(self):
+        same = StepCosts(tuple(range(1, 9)), tuple(SM90_COSTS.group_cost(2) * -(-depth // 2) for depth in range(1, 9)))
+        only_twos = planned_capabilities("sm90", frozenset({2}))
+        for depths in ([1, 2, 3] * 7, [3, 2, 1] * 7, [2] * 9, [5, 5, 1]):
+            assert plan_step(depths, only_twos, ragged_costs=same).backend is LogitsBackend.SM90
+
+    @given(DEPTHS, st.sampled_from([SM90, SM90_MAIN, SM90_ODD]), st.lists(st.integers(90, 400), min_size=8, max_size=8))
+    def test_the_cheapest_whatever_the_costs(self, depths, caps, hundredths):
+        costs = StepCosts(tuple(range(1, 9)), tuple(cost / 100 for cost in hundredths))
+        theirs = plan_step(depths, caps)
+        plan = plan_step(depths, caps, ragged_costs=costs)
+        ours = sum(depth // 8 * costs.costs[7] + (costs.costs[depth % 8 - 1] if depth % 8 else 0) for depth in depths)
+        least = theirs.num_groups * SM90_COSTS.group_cost(theirs.group_size)
+        if plan.backend is LogitsBackend.SM90:
+            assert ours <= least + 1e-6
+        else:
+            assert plan == theirs
+            assert least <= ours + 1e-6
+
+    @given(DEPTHS)
+    def test_the_only_one_allowed(self, depths):
+        dear = StepCosts((1, 8), (100.0, 900.0))
+        assert plan_step(depths, NO_DEEP_GEMM, ragged_costs=dear).backend is LogitsBackend.SM90
+
+    @given(DEPTHS, st.sampled_from(ALL_CAPS))
+    def test_never_unless_its_costs_are_given(self, depths, caps):
+        backend = LogitsBackend.REFERENCE if caps.provider is None else LogitsBackend.DEEP_GEMM
+        assert plan_step(depths, caps).backend is backend
 
 
 def test_a_set_without_a_legal_size_is_refused():

@@ -76,6 +76,23 @@ def test_forms_at_mtp_3_on_sm90():
     assert native.flattened_kv_bytes == pytest.approx(4 * native.kv_bytes, rel=0.03)
 
 
+@pytest.mark.parametrize("backend", ["auto", "sm90", "deep_gemm", "reference"])
+def test_every_row_is_right_whoever_the_steps_are_planned_for(backend, monkeypatch):
+    monkeypatch.setenv("VDSA_LOGITS_BACKEND", backend)
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(TINY, index_head_dim=128, index_n_heads=16))
+    report = run(config)
+    assert report.mismatches == 0, report.mismatch_notes
+    assert report.startup["logits_backend"] == {"auto": "sm90"}.get(backend, backend)
+    assert ("ragged" in report.forms) == (backend in ("auto", "sm90"))
+    assert ("native c=1" in report.forms) == (backend != "sm90")
+
+
+def test_a_backend_that_cannot_run_is_refused(monkeypatch):
+    monkeypatch.setenv("VDSA_LOGITS_BACKEND", "sm90")
+    with pytest.raises(NotImplementedError, match="takes a num_heads of 64, 32, 16, got 4"):
+        run()
+
+
 def test_interleaved_rope_and_prefix_reuse():
     report = run(dataclasses.replace(CONFIG, model=dataclasses.replace(TINY, rope_interleaved=True)))
     assert report.mismatches == 0, report.mismatch_notes
@@ -189,10 +206,12 @@ def test_bad_limits(change, message):
 
 
 @pytest.mark.trace
-def test_the_mooncake_trace_with_real_shapes(mooncake_trace):
+@pytest.mark.parametrize(("backend", "forms"), [("deep_gemm", {"native c=4", "grouped c=4"}), ("auto", {"ragged"})])
+def test_the_mooncake_trace_with_real_shapes(mooncake_trace, monkeypatch, backend, forms):
+    monkeypatch.setenv("VDSA_LOGITS_BACKEND", backend)
     config = ReplayConfig(DsaConfig.from_name_or_path("glm-5"), verify_every=60, seed=1)
     requests = read_trace(mooncake_trace, limit=6).requests
     report = Replay(config, planned_capabilities("sm90"), CPU).run(requests)
     assert report.mismatches == 0, report.mismatch_notes
     assert report.verified_rows >= 6
-    assert {"native c=4", "grouped c=4"} <= set(report.forms)
+    assert forms <= set(report.forms)

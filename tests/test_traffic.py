@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 
 from vllm_dsa.deep_gemm_wrapper import planned_capabilities
-from vllm_dsa.indexer import DecodeForm, plan_step
+from vllm_dsa.indexer import SM90_KERNEL_COSTS, DecodeForm, plan_step
+from vllm_dsa.ops import LogitsBackend
 from vllm_dsa.reference import IndexKCacheLayout
 from vllm_dsa.runner.traffic import flattened_kv_bytes, kv_bytes
 
@@ -30,6 +31,13 @@ def test_bytes_equal_a_walk_over_the_groups(batch, caps):
     assert kv_bytes(plan, depths, lengths, LAYOUT) == plain_bytes(depths, lengths, plan.group_size)
     assert flattened_kv_bytes(depths, lengths, LAYOUT) == plain_bytes(depths, lengths, 1)
     assert kv_bytes(plan, depths, lengths, LAYOUT) <= flattened_kv_bytes(depths, lengths, LAYOUT)
+
+
+def test_our_kernel_reads_a_request_once_for_every_eight_rows():
+    depths, lengths = np.array([3, 0, 8, 9, 17]), np.array([640, 640, 65, 64, 1])
+    plan = plan_step(depths.tolist(), planned_capabilities("sm90"), ragged_costs=SM90_KERNEL_COSTS)
+    assert plan.backend is LogitsBackend.SM90
+    assert kv_bytes(plan, depths, lengths, LAYOUT) == (10 + 2 + 2 * 1 + 3 * 1) * 64 * 132
 
 
 def test_ragged_reads_each_request_once():

@@ -17,6 +17,13 @@ FORBIDDEN_PARTS = ("tests", "benchmarks", "docs", "tools", "__pycache__")
 FORBIDDEN_SUFFIXES = (".cubin", ".so", ".pyc")
 
 
+def required() -> list[str]:
+    """Return what every wheel must hold: the fixed files and all device code of this repository."""
+    repository = Path(__file__).parents[1]
+    sources = [path.relative_to(repository) for path in (repository / "csrc").rglob("*") if path.is_file()]
+    return [*REQUIRED, *(f"vllm_dsa/{source}" for source in sources if f"vllm_dsa/{source}" not in REQUIRED)]
+
+
 def faults(wheel: Path) -> list[str]:
     """Return what is wrong with the wheel, one sentence each."""
     found = []
@@ -25,14 +32,11 @@ def faults(wheel: Path) -> list[str]:
     if wheel.stat().st_size >= MAX_BYTES:
         found.append(f"{wheel.stat().st_size} bytes, allowed: under {MAX_BYTES}")
     names = zipfile.ZipFile(wheel).namelist()
-    found += [f"{name} is missing" for name in REQUIRED if name not in names]
+    found += [f"{name} is missing" for name in required() if name not in names]
     for name in names:
         path = Path(name)
         if set(path.parts) & set(FORBIDDEN_PARTS) or path.suffix in FORBIDDEN_SUFFIXES:
             found.append(f"{name} does not belong in a wheel")
-    repository = Path(__file__).parents[1]
-    sources = [path.relative_to(repository) for path in (repository / "csrc").rglob("*") if path.is_file()]
-    found += [f"vllm_dsa/{source} is missing" for source in sources if f"vllm_dsa/{source}" not in names]
     return found
 
 

@@ -6,7 +6,10 @@ Values are read at each access, never at import. The prefix is not ``VLLM_``: vL
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+LOGITS_BACKENDS = ("auto", "deep_gemm", "sm90", "reference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,21 @@ def _parse_positive_int(text: str) -> int:
     return int(text)
 
 
+def _parse_folder(text: str) -> Path | None:
+    if text in ("", "auto"):
+        return None
+    path = Path(text).expanduser()
+    if not path.is_absolute():
+        raise ValueError("allowed: an absolute path, auto")
+    return path
+
+
+def _parse_logits_backend(text: str) -> str:
+    if text not in LOGITS_BACKENDS:
+        raise ValueError(f"allowed: {', '.join(LOGITS_BACKENDS)}")
+    return text
+
+
 VARIABLES: dict[str, EnvVar] = {
     "VDSA_VALIDATE": EnvVar(
         default="0",
@@ -43,6 +61,21 @@ VARIABLES: dict[str, EnvVar] = {
         default="512",
         parse=_parse_positive_int,
         help="Largest float32 logits matrix of one prefill chunk, in MiB.",
+    ),
+    "VDSA_LOGITS_BACKEND": EnvVar(
+        default="auto",
+        parse=_parse_logits_backend,
+        help="Who may compute decode logits: auto (the cheapest that is there), deep_gemm, sm90, reference.",
+    ),
+    "VDSA_CACHE_DIR": EnvVar(
+        default="auto",
+        parse=_parse_folder,
+        help="Folder of the compiled CUDA kernels; auto: $XDG_CACHE_HOME/vllm_dsa, else ~/.cache/vllm_dsa.",
+    ),
+    "VDSA_DISABLE_JIT": EnvVar(
+        default="0",
+        parse=_parse_bool,
+        help="Never compile a CUDA kernel: one that the cache lacks is an error.",
     ),
     "VDSA_REQUIRE_GPU": EnvVar(
         default="0",

@@ -90,5 +90,7 @@ def case_builder(
         max_num_tokens=case.num_tokens,
         block_size=block_size,
         topk=TOPK,
+        # The forms are forced by narrowing what DeepGEMM takes.
+        logits_backend="reference" if caps.provider is None else "deep_gemm",
     )
     return IndexerMetadataBuilder(config, caps, device)

@@ -6,8 +6,11 @@ import typer
 
 from vllm_dsa._version import __version__
 from vllm_dsa.cli.bench import bench
+from vllm_dsa.cli.cache import cache
 from vllm_dsa.cli.info import info
+from vllm_dsa.cli.inspect import inspect
 from vllm_dsa.cli.plan import plan
+from vllm_dsa.cli.precompile import precompile
 from vllm_dsa.cli.replay import replay
 
 app = typer.Typer(
@@ -20,6 +23,9 @@ app = typer.Typer(
 app.command()(replay)
 app.command()(plan)
 app.command()(info)
+app.command()(inspect)
+app.command()(precompile)
+app.command()(cache)
 app.add_typer(bench, name="bench")
 
 

@@ -7,6 +7,7 @@ from typing import NoReturn, ParamSpec, TypeVar
 import typer
 
 from vllm_dsa.deep_gemm_wrapper import DeepGemmUnavailableError
+from vllm_dsa.kernels.jit_errors import JitError
 
 EXIT_CHECK_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -25,7 +26,7 @@ def friendly_errors(command: Callable[_P, _R]) -> Callable[_P, _R]:
             return command(*args, **kwargs)
         except FileNotFoundError as error:
             fail(str(error) if error.filename is None else f"no such file: {error.filename}")
-        except (ValueError, TypeError, NotImplementedError, OSError, DeepGemmUnavailableError) as error:
+        except (ValueError, TypeError, NotImplementedError, OSError, DeepGemmUnavailableError, JitError) as error:
             fail(str(error))
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)

@@ -21,6 +21,7 @@ from vllm_dsa.deep_gemm_wrapper import (
     resolve_capabilities,
     static_capabilities,
 )
+from vllm_dsa.indexer import IndexerConfig, plannable_backends
 from vllm_dsa.platform import current_device
 
 _LIBRARIES = ("torch", "triton", "numpy", "cuda-core", "transformers", "vllm", "sglang")
@@ -46,6 +47,7 @@ def collect_info() -> dict[str, Any]:
         "gpus": _gpus,
         "deep_gemm builds": _builds,
         "capabilities in use": lambda: _capabilities_json(resolve_capabilities()),
+        "logits backends": _logits_backends,
         "environment": _environment,
     }
     return {name: _guarded(probe) for name, probe in probes.items()}
@@ -120,6 +122,13 @@ def _capabilities_json(caps: PagedMQALogitsCapabilities) -> dict[str, Any]:
         "prefill_signature": caps.prefill_signature.value if caps.prefill_signature else None,
         "supports_varlen": caps.supports_varlen,
     }
+
+
+def _logits_backends() -> dict[str, list[str]]:
+    """Who may compute decode logits of 64 heads of 128 dims over pages of 64 tokens."""
+    config = IndexerConfig(next_n=1, max_num_seqs=1, block_table_width=1)
+    backends = plannable_backends(config, resolve_capabilities())
+    return {"planned for": sorted(backend.value for backend in backends)}
 
 
 def _environment() -> dict[str, str]:

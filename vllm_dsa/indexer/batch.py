@@ -47,13 +47,14 @@ class IndexerDecodeMetadata:
     Attributes
     ----------
     plan : StepPlan
-        Form, group size and counts.
+        Form, backend, group size and counts.
     context_lens : torch.Tensor
         ``(G, c)`` contiguous: cached states that each row sees.
     block_table : torch.Tensor
-        ``(G, width)``: the engine's own rows in NATIVE, the expanded table elsewhere.
-    schedule_metadata : torch.Tensor
-        ``(slots + 1, 2)`` for a launch of exactly these lengths.
+        ``(G, width)``: the engine's own rows in NATIVE, the expanded table elsewhere. For our Hopper kernel ``(R,
+        width)``, the engine's own rows.
+    schedule_metadata : torch.Tensor or None
+        ``(slots + 1, 2)`` for a launch of exactly these lengths; ``None`` for our Hopper kernel, which needs none.
     row_to_token : torch.Tensor or None
         ``(G * c,)`` token of each row, -1 for a dummy row; ``None`` where row ``i`` is token ``i``.
     token_to_row : torch.Tensor or None
@@ -61,7 +62,10 @@ class IndexerDecodeMetadata:
     decode_lens : torch.Tensor
         ``(R,)`` query rows of each request.
     indices : torch.Tensor or None
-        ``(G,)`` request of each row, in RAGGED only.
+        ``(G,)`` request of each row, in RAGGED by DeepGEMM only.
+    query_start_loc : torch.Tensor or None
+        ``(R + 1,)`` first token of each request, then the number of tokens; for our Hopper kernel only. The buffer goes
+        on with that number, so that a graph captured for more requests sees empty ones.
     topk_indices : torch.Tensor
         ``(T, topk)`` where the step's selected indices go, one row per token.
     max_context_len : int
@@ -71,11 +75,12 @@ class IndexerDecodeMetadata:
     plan: StepPlan
     context_lens: torch.Tensor
     block_table: torch.Tensor
-    schedule_metadata: torch.Tensor
+    schedule_metadata: torch.Tensor | None
     row_to_token: torch.Tensor | None
     token_to_row: torch.Tensor | None
     decode_lens: torch.Tensor
     indices: torch.Tensor | None
+    query_start_loc: torch.Tensor | None
     topk_indices: torch.Tensor
     max_context_len: int
 

@@ -7,7 +7,7 @@ import torch
 from vllm_dsa.deep_gemm_wrapper import PagedMQALogitsCapabilities
 from vllm_dsa.indexer.batch import DecodeBatch
 from vllm_dsa.indexer.config import IndexerConfig
-from vllm_dsa.indexer.plan import DecodeForm, StepPlan, legal_group_sizes
+from vllm_dsa.indexer.plan import StepPlan, legal_group_sizes
 from vllm_dsa.kernels.expand_decode import ExpandBuffers, ExpandSizes, launch_expand_decode
 from vllm_dsa.reference.expand_decode import ExpandedDecode, expand_decode
 
@@ -34,6 +34,8 @@ class StepBuffers:
         ``(requests,)``; 0 for unused requests.
     indices : torch.Tensor
         ``(groups,)``; unused rows hold distinct requests past the last, so that no two of them pair.
+    query_start_loc : torch.Tensor
+        ``(requests + 1,)``; the step's number of tokens past its own part.
     schedule_metadata : torch.Tensor
         ``(num_sms + 1, 2)``; a step uses a prefix.
     topk_indices : torch.Tensor
@@ -46,6 +48,7 @@ class StepBuffers:
     token_to_row: torch.Tensor
     decode_lens: torch.Tensor
     indices: torch.Tensor
+    query_start_loc: torch.Tensor
     schedule_metadata: torch.Tensor
     topk_indices: torch.Tensor
     _used: ExpandSizes = field(default_factory=ExpandSizes)
@@ -54,7 +57,7 @@ class StepBuffers:
     def allocate(cls, config: IndexerConfig, caps: PagedMQALogitsCapabilities, device: torch.device) -> "StepBuffers":
         """Allocate for the largest step of `config` in any legal form."""
         tokens, requests = config.max_num_tokens, config.max_num_seqs
-        widest_group = max(legal_group_sizes(tokens, caps)) if caps.native_next_n is not None else 1
+        widest_group = max(legal_group_sizes(tokens, caps), default=1) if caps.native_next_n is not None else 1
         rows = tokens + requests * (widest_group - 1)
 
         def zeros(*shape: int) -> torch.Tensor:
@@ -67,6 +70,7 @@ class StepBuffers:
             token_to_row=zeros(tokens),
             decode_lens=zeros(requests),
             indices=_distinct_requests(tokens, requests, device),
+            query_start_loc=zeros(requests + 1),
             schedule_metadata=zeros(caps.num_sms + 1, 2),
             topk_indices=zeros(tokens, config.topk).fill_(-1),
         )
@@ -87,14 +91,12 @@ class StepBuffers:
         config : IndexerConfig
             What the buffers were allocated for.
         """
-        native = plan.form is DecodeForm.NATIVE
         step = ExpandSizes(
             rows=plan.num_rows,
             tokens=plan.num_tokens,
             reqs=plan.num_reqs,
             groups=plan.num_groups,
-            # The kernel reads the engine's own rows in NATIVE: nothing to copy.
-            table_rows=0 if native else plan.num_groups,
+            table_rows=0 if plan.reads_engine_table else plan.num_groups,
         )
         if runs_triton(self.context_lens.device):
             self._expand_on_gpu(batch, plan, config, step)
@@ -114,6 +116,7 @@ class StepBuffers:
                 token_to_row=self.token_to_row,
                 decode_lens=self.decode_lens,
                 indices=self.indices,
+                query_start_loc=self.query_start_loc,
             ),
             group_size=plan.group_size,
             step=step,
@@ -139,6 +142,7 @@ class StepBuffers:
         _store(self.row_to_token, expanded.row_to_token, DUMMY_ROW)
         _store(self.token_to_row, expanded.token_to_row, 0)
         _store(self.decode_lens, expanded.decode_lens, 0)
+        _store(self.query_start_loc, batch.query_start_loc[:-1].clamp(max=plan.num_tokens), plan.num_tokens)
         self.indices.copy_(_distinct_requests(len(self.indices), len(self.decode_lens), self.indices.device))
         self.indices[: plan.num_groups] = expanded.request_of_group
         self._store_table(expanded, step)

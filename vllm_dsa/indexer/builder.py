@@ -6,16 +6,13 @@ import logging
 import torch
 
 from vllm_dsa import envs
-from vllm_dsa.deep_gemm_wrapper import (
-    PagedMQALogitsCapabilities,
-    check_num_sms,
-    paged_mqa_logits_schedule_slots,
-)
+from vllm_dsa.deep_gemm_wrapper import PagedMQALogitsCapabilities, check_num_sms
 from vllm_dsa.indexer.batch import DecodeBatch, IndexerDecodeMetadata, PrefillBatch, PrefillChunk
 from vllm_dsa.indexer.buffers import StepBuffers, runs_triton
 from vllm_dsa.indexer.checks import check_decode_batch, check_decode_values, check_prefill_batch
-from vllm_dsa.indexer.config import IndexerConfig, startup_fields
-from vllm_dsa.indexer.plan import DecodeForm, StepPlan, plan_step
+from vllm_dsa.indexer.config import IndexerConfig
+from vllm_dsa.indexer.plan import StepPlan
+from vllm_dsa.indexer.planner import StepPlanner, schedule_slots, startup_fields
 from vllm_dsa.indexer.prefill import build_prefill_chunks
 from vllm_dsa.indexer.views import StepViews, logits_width, make_views
 from vllm_dsa.indexer.warmup import warmup_logits, warmup_plans
@@ -36,24 +33,21 @@ class IndexerMetadataBuilder:
     config : IndexerConfig
         Sizes and limits of the server.
     caps : PagedMQALogitsCapabilities
-        What the logits kernel takes, usually from ``resolve_capabilities()``.
+        What DeepGEMM takes, usually from ``resolve_capabilities()``.
     device : torch.device or str
         Where the buffers live.
 
     Raises
     ------
-    ValueError
-        If the kernel does not take the configured page size.
+    NotImplementedError, DeepGemmUnavailableError, ValueError
+        If the configured backend cannot run, or no kernel takes the configured page size; see
+        :func:`vllm_dsa.ops.resolve_logits_backends`.
     """
 
     def __init__(
         self, config: IndexerConfig, caps: PagedMQALogitsCapabilities, device: torch.device | str = "cpu"
     ) -> None:
-        if config.block_size not in caps.block_sizes:
-            raise ValueError(
-                f"block_size must be one of {sorted(caps.block_sizes)} for deep_gemm {caps.provider} on {caps.arch}, "
-                f"got {config.block_size}"
-            )
+        self._planner = StepPlanner.of(config, caps)
         self.config = config
         self.caps = caps
         # With its index, so that a tensor of another GPU is seen to be foreign.
@@ -61,7 +55,7 @@ class IndexerMetadataBuilder:
         self._buffers = StepBuffers.allocate(config, caps, self.device)
         self._validates: bool = envs.get("VDSA_VALIDATE")
         # Depths and plans repeat, and planning or cutting eight views costs more host time than a launch.
-        self._plan = functools.lru_cache(maxsize=1024)(functools.partial(plan_step, caps=caps))
+        self._plan = functools.lru_cache(maxsize=1024)(self._planner.plan)
         self._views = functools.lru_cache(maxsize=1024)(self._make_views)
         fields = startup_fields(config, caps)
         logger.info("indexer decode: %s", " ".join(f"{key}={value}" for key, value in fields.items()))
@@ -95,7 +89,8 @@ class IndexerMetadataBuilder:
 
         Notes
         -----
-        On a GPU two launches, no allocation and no host sync. Not meant to be captured: the plan is host work. The
+        On a GPU two launches (one where the plan is for our Hopper kernel, which needs no schedule), no allocation and
+        no host sync. Not meant to be captured: the plan is host work. The
         metadata's addresses depend on the plan alone, so what reads it may be.
         """
         self._check_gpu()
@@ -106,25 +101,19 @@ class IndexerMetadataBuilder:
         self._buffers.expand(batch, plan, self.config)
         return self._metadata(plan, batch)
 
-    def warmup(self, num_heads: int = 64, head_dim: int = 128) -> None:
+    def warmup(self) -> None:
         """Compile everything that a decode step of this configuration can launch, before the first one does.
-
-        Parameters
-        ----------
-        num_heads, head_dim : int
-            Of the indexer's queries.
 
         Notes
         -----
-        Seconds on a GPU with an empty compiler cache, and it waits for the device. Leaves the buffers as new.
+        Seconds on a GPU with an empty compiler cache, and it waits for the device. Leaves the buffers as new. Logits
+        are float32: a bfloat16 `out` of our Hopper kernel is another variant, which its first launch compiles.
         """
-        for plan in warmup_plans(self.config, self.caps):
-            self._buffers.expand(self._empty_request(plan.num_tokens), plan, self.config)
-            views = self._views(plan)
-            self._schedule(views.context_lens, views.indices, views.schedule_metadata)
-            warmup_logits(plan, self.config, self.caps, views.schedule_metadata, num_heads, head_dim)
-        nothing = plan_step([], self.caps)
-        self._buffers.expand(self._empty_request(0), nothing, self.config)
+        for plan in warmup_plans(self.config, self._planner):
+            batch = self._empty_request(plan.num_tokens)
+            self._buffers.expand(batch, plan, self.config)
+            warmup_logits(self._metadata(plan, batch), self.config, self.caps)
+        self._buffers.expand(self._empty_request(0), self._planner.plan([]), self.config)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -154,7 +143,8 @@ class IndexerMetadataBuilder:
         seq_lens : torch.Tensor
             ``(num_reqs,)`` int32 new global lengths.
         block_table : torch.Tensor
-            ``(num_reqs, width)`` int32. In NATIVE it must be the table that the metadata was built with.
+            ``(num_reqs, width)`` int32. Where the plan reads the engine's own table, it must be the one that the
+            metadata was built with.
 
         Raises
         ------
@@ -171,14 +161,14 @@ class IndexerMetadataBuilder:
         torch.clamp(seq_lens, min=0, out=lens)
         if self.config.compress_ratio > 1:
             lens.floor_divide_(self.config.compress_ratio)
-        if metadata.form is not DecodeForm.NATIVE:
+        if not metadata.plan.reads_engine_table:
             metadata.block_table[:, : block_table.shape[1]].copy_(block_table)
         self._schedule(metadata.context_lens, metadata.indices, metadata.schedule_metadata)
 
     def _check_gpu(self) -> None:
         if self.device.type == "cuda":
             check_current_device(self.device)
-            check_num_sms(self.caps)
+            check_num_sms(self._planner.caps)
 
     def _empty_request(self, depth: int) -> DecodeBatch:
         starts = torch.tensor([0, depth], dtype=torch.int32)
@@ -192,21 +182,23 @@ class IndexerMetadataBuilder:
         return IndexerDecodeMetadata(
             plan=plan,
             context_lens=views.context_lens,
-            block_table=batch.block_table[: plan.num_groups] if views.block_table is None else views.block_table,
+            block_table=batch.block_table[: plan.num_table_rows] if views.block_table is None else views.block_table,
             schedule_metadata=views.schedule_metadata,
             row_to_token=views.row_to_token,
             token_to_row=views.token_to_row,
             decode_lens=views.decode_lens,
             indices=views.indices,
+            query_start_loc=views.query_start_loc,
             topk_indices=views.topk_indices,
             max_context_len=logits_width(max_local, self.config.block_table_width * self.config.block_size),
         )
 
     def _make_views(self, plan: StepPlan) -> StepViews:
-        num_slots = paged_mqa_logits_schedule_slots(self.caps.num_sms, plan.group_size, self.caps)
-        return make_views(self._buffers, plan, num_slots)
+        return make_views(self._buffers, plan, schedule_slots(plan, self.caps))
 
-    def _schedule(self, context_lens: torch.Tensor, indices: torch.Tensor | None, out: torch.Tensor) -> None:
+    def _schedule(self, context_lens: torch.Tensor, indices: torch.Tensor | None, out: torch.Tensor | None) -> None:
+        if out is None:
+            return
         if runs_triton(self.device):
             # The shapes are the plan's: nothing that the public operator would check.
             launch_schedule(context_lens, out, indices=indices, sm100_rule=uses_sm100_rule(self.caps))
@@ -230,9 +222,10 @@ class IndexerMetadataBuilder:
             raise ValueError(f"seq_lens must have shape ({plan.num_reqs},), got {tuple(seq_lens.shape)}")
         if block_table.dim() != 2 or block_table.shape[0] != plan.num_reqs:
             raise ValueError(f"block_table must have {plan.num_reqs} rows, got {tuple(block_table.shape)}")
-        if metadata.form is not DecodeForm.NATIVE and block_table.shape[1] > metadata.block_table.shape[1]:
+        if plan.reads_engine_table:
+            if block_table.data_ptr() != metadata.block_table.data_ptr():
+                raise ValueError(f"block_table must be the tensor that the {plan.form.name} metadata was built with")
+        elif block_table.shape[1] > metadata.block_table.shape[1]:
             raise ValueError(
                 f"block_table has {block_table.shape[1]} columns, the buffer has {metadata.block_table.shape[1]}"
             )
-        if metadata.form is DecodeForm.NATIVE and block_table.data_ptr() != metadata.block_table.data_ptr():
-            raise ValueError("block_table must be the tensor that the NATIVE metadata was built with")

@@ -1,25 +1,9 @@
 """The fixed side of the builder: what a server is configured for."""
 
-import enum
 from dataclasses import dataclass, field
 
 from vllm_dsa import envs
 from vllm_dsa.context_parallel import DcpLayout
-from vllm_dsa.deep_gemm_wrapper import (
-    PagedMQALogitsCapabilities,
-    native_next_n_supported,
-    paged_mqa_logits_schedule_slots,
-)
-from vllm_dsa.indexer.plan import DecodeForm, StepPlan, plan_step
-
-
-class CudaGraphSupport(enum.Enum):
-    """For which steps a captured decode graph may be replayed (vLLM's names)."""
-
-    UNIFORM_BATCH = "uniform_batch"
-    """Steps in which every request brings the captured number of rows."""
-    ALWAYS = "always"
-    """Any mix of depths with the captured number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +28,20 @@ class IndexerConfig:
         Tokens per cached state.
     topk : int
         Indices per query row.
+    num_heads, head_dim : int
+        Of the indexer's queries.
     dcp : DcpLayout
         This rank's share of the cache.
+    logits_backend : {"auto", "deep_gemm", "sm90", "reference"}
+        Who may compute decode logits, see :func:`vllm_dsa.ops.resolve_logits_backends`; by default
+        ``VDSA_LOGITS_BACKEND``.
     max_logits_bytes : int
         Largest float32 logits matrix of a prefill chunk; by default ``VDSA_MAX_LOGITS_MB``.
 
     Raises
     ------
     ValueError
-        If a size is out of range.
+        If a size is out of range, or there is no such backend.
     NotImplementedError
         If compression does not divide the DCP interleave: a state's tokens would lie on two ranks.
     """
@@ -64,11 +53,15 @@ class IndexerConfig:
     block_size: int = 64
     compress_ratio: int = 1
     topk: int = 2048
+    num_heads: int = 64
+    head_dim: int = 128
     dcp: DcpLayout = field(default_factory=DcpLayout)
+    logits_backend: str = ""
     max_logits_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("next_n", "max_num_seqs", "block_table_width", "compress_ratio", "topk"):
+        sizes = ("next_n", "max_num_seqs", "block_table_width", "compress_ratio", "topk", "num_heads", "head_dim")
+        for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("max_num_tokens", "max_logits_bytes"):
@@ -80,6 +73,12 @@ class IndexerConfig:
             raise NotImplementedError(
                 f"compress_ratio ({self.compress_ratio}) must divide dcp.interleave ({self.dcp.interleave})"
             )
+        if not self.logits_backend:
+            object.__setattr__(self, "logits_backend", envs.get("VDSA_LOGITS_BACKEND"))
+        if self.logits_backend not in envs.LOGITS_BACKENDS:
+            raise ValueError(
+                f"logits_backend must be one of {', '.join(envs.LOGITS_BACKENDS)}, got {self.logits_backend!r}"
+            )
         if not self.max_num_tokens:
             object.__setattr__(self, "max_num_tokens", self.max_num_seqs * self.next_n)
         if not self.max_logits_bytes:
@@ -89,40 +88,3 @@ class IndexerConfig:
     def max_table_len(self) -> int:
         """Global tokens that a full block-table row addresses over all ranks."""
         return self.block_table_width * self.block_size * self.compress_ratio * self.dcp.size
-
-
-def full_step_plan(config: IndexerConfig, caps: PagedMQALogitsCapabilities) -> StepPlan:
-    """Return the plan of one request at the configured depth: what most steps run as."""
-    return plan_step([config.next_n], caps)
-
-
-def cudagraph_support(config: IndexerConfig, caps: PagedMQALogitsCapabilities) -> CudaGraphSupport:
-    """Say which decode steps a captured graph serves.
-
-    RAGGED and FLATTENED have one kernel row per token whatever the depths, so a graph serves any mix of them; the
-    rows of NATIVE and GROUPED depend on the depths, so a graph serves uniform steps.
-    """
-    form = full_step_plan(config, caps).form
-    if form in (DecodeForm.RAGGED, DecodeForm.FLATTENED):
-        return CudaGraphSupport.ALWAYS
-    return CudaGraphSupport.UNIFORM_BATCH
-
-
-def startup_fields(config: IndexerConfig, caps: PagedMQALogitsCapabilities) -> dict[str, str]:
-    """Return the fields of the startup line, in their order.
-
-    ``use_flattening`` means what vLLM means by it: the configured next_n is not native. This package then groups where
-    it can, which ``group_size`` shows.
-    """
-    plan = full_step_plan(config, caps)
-    return {
-        "use_flattening": str(not native_next_n_supported(config.next_n, caps)),
-        "supports_varlen": str(caps.supports_varlen),
-        "next_n": str(config.next_n),
-        "arch": caps.arch,
-        "deep_gemm": ":".join(part for part in (caps.provider or "none", caps.version) if part),
-        "native_next_n": caps.native_text,
-        "group_size": str(plan.group_size),
-        "schedule_slots": str(paged_mqa_logits_schedule_slots(caps.num_sms, plan.group_size, caps)),
-        "num_sms": str(caps.num_sms),
-    }

@@ -1,4 +1,7 @@
-"""What one pass over a request's KV costs, by the query rows that it serves."""
+"""What one pass over a request's KV costs, by the query rows that it serves.
+
+All tables are in one unit: a pass of DeepGEMM for a single row.
+"""
 
 from dataclasses import dataclass
 
@@ -34,6 +37,14 @@ class StepCosts:
 # 75 and 253 us, of two 82 and 296 us (1.09x, 1.17x), of four 135 and 555 us (1.8x, 2.2x). Two rows ride on one KV
 # read almost for free; four are bound by the tensor cores.
 SM90_COSTS = StepCosts(group_sizes=(1, 2, 4), costs=(1.0, 1.226, 2.156))
+
+# Query rows that one pass of our Hopper kernel serves (csrc/sm90_paged_mqa_logits.cu, PASS_ROWS).
+SM90_ROWS_PER_PASS = 8
+
+# Our kernel on an H200, 64 heads, batch 64, mean of context 32768 and 131072.
+SM90_KERNEL_COSTS = StepCosts(
+    group_sizes=tuple(range(1, SM90_ROWS_PER_PASS + 1)), costs=(1.01, 1.13, 1.52, 1.85, 2.5, 2.95, 3.2, 3.45)
+)
 
 # Not measured: elsewhere a pass is taken as one KV read plus a tenth of it for each further row.
 DEFAULT_COSTS = StepCosts(group_sizes=(1, 2), costs=(1.0, 1.1))

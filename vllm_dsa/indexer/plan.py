@@ -2,12 +2,18 @@
 
 import enum
 import functools
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_dsa.deep_gemm_wrapper import PagedMQALogitsCapabilities, native_next_n_supported
-from vllm_dsa.indexer.costs import StepCosts, default_costs
+from vllm_dsa.indexer.costs import SM90_ROWS_PER_PASS, StepCosts, default_costs
+from vllm_dsa.ops import LogitsBackend
+
+# Sums of equal costs may differ in their last bits.
+_TIE = 1 + 1e-9
 
 
 class DecodeForm(enum.Enum):
@@ -20,7 +26,8 @@ class DecodeForm(enum.Enum):
     FLATTENED = "flattened"
     """Groups of one row: KV is read once per query row."""
     RAGGED = "ragged"
-    """The kernel takes ragged depths itself: a row per token, KV is read once per request."""
+    """The kernel takes ragged depths itself: a row per token, KV is read once per request (per eight rows of one by our
+    Hopper kernel)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +42,11 @@ class StepPlan:
     num_reqs, num_tokens : int
         Requests of the step (zero-depth ones included) and their query rows.
     num_groups : int
-        Rows of the kernel's ``context_lens`` and block table.
+        Rows of the kernel's ``context_lens``.
     kv_reads : int
         Passes over a request's KV, summed over the step. Flattening would make `num_tokens` of them.
+    backend : LogitsBackend
+        Whose kernel the step is laid out for. On a device that it does not run on the torch twin stands in.
     """
 
     form: DecodeForm
@@ -46,6 +55,7 @@ class StepPlan:
     num_tokens: int
     num_groups: int
     kv_reads: int
+    backend: LogitsBackend = LogitsBackend.DEEP_GEMM
 
     @property
     def num_rows(self) -> int:
@@ -62,8 +72,23 @@ class StepPlan:
         """Whether row ``i`` is token ``i``, so that queries need no gather."""
         return self.num_dummy_rows == 0
 
+    @property
+    def reads_engine_table(self) -> bool:
+        """Whether the kernel reads the engine's own block table, so that none is expanded."""
+        return self.form is DecodeForm.NATIVE or self.backend is LogitsBackend.SM90
 
-def plan_step(depths: Sequence[int], caps: PagedMQALogitsCapabilities, costs: StepCosts | None = None) -> StepPlan:
+    @property
+    def num_table_rows(self) -> int:
+        """Rows of the kernel's block table: one per request for our Hopper kernel, one per group for every other."""
+        return self.num_reqs if self.backend is LogitsBackend.SM90 else self.num_groups
+
+
+def plan_step(
+    depths: Sequence[int],
+    caps: PagedMQALogitsCapabilities,
+    costs: StepCosts | None = None,
+    ragged_costs: StepCosts | None = None,
+) -> StepPlan:
     """Choose the cheapest legal form of a decode step. Pure: no device, no state.
 
     Parameters
@@ -71,20 +96,24 @@ def plan_step(depths: Sequence[int], caps: PagedMQALogitsCapabilities, costs: St
     depths : sequence of int
         Query rows of each request, in batch order. 0 is a request that brings none (graph padding).
     caps : PagedMQALogitsCapabilities
-        What the kernel takes.
+        What DeepGEMM takes. Without a provider the same forms are planned for the torch twin; an empty `native_next_n`
+        allows none of them.
     costs : StepCosts, optional
         By default the table of the capabilities' architecture.
+    ragged_costs : StepCosts, optional
+        What a request costs our Hopper kernel, by its depth, in the unit of `costs`; one deeper than
+        ``SM90_ROWS_PER_PASS`` costs the sum of its passes. None: the kernel may not be planned.
 
     Returns
     -------
     StepPlan
-        Least total cost; ties go to fewer KV reads, then to fewer rows. A kernel with varlen support always runs
-        RAGGED, whose graphs then hold for every mix of depths.
+        Least total cost; ties go to our kernel (fewest launches), then to fewer KV reads, then to fewer rows. A
+        DeepGEMM with varlen support always runs RAGGED, whose graphs then hold for every mix of depths.
 
     Raises
     ------
     ValueError
-        If a depth is negative.
+        If a depth is negative, or nothing may be planned.
     """
     count_of_depth = Counter(depths)
     if count_of_depth and min(count_of_depth) < 0:
@@ -92,18 +121,27 @@ def plan_step(depths: Sequence[int], caps: PagedMQALogitsCapabilities, costs: St
         raise ValueError(f"depths must not be negative, got {depths[bad]} for request {bad}")
     num_reqs, num_tokens = len(depths), sum(depths)
     num_live = num_reqs - count_of_depth.pop(0, 0)
+    backend = LogitsBackend.REFERENCE if caps.provider is None else LogitsBackend.DEEP_GEMM
     if caps.supports_varlen:
-        return StepPlan(DecodeForm.RAGGED, 1, num_reqs, num_tokens, num_groups=num_tokens, kv_reads=num_live)
-    group_size, num_groups = _cheapest_group_size(count_of_depth, caps, costs or default_costs(caps))
+        return _ragged_plan(num_reqs, num_tokens, num_live, backend)
+    best = _cheapest_groups(count_of_depth, caps, costs or default_costs(caps))
+    if ragged_costs is not None and (
+        best is None or _ragged_total(count_of_depth, ragged_costs) <= best.total_cost * _TIE
+    ):
+        passes = sum(count * -(-depth // SM90_ROWS_PER_PASS) for depth, count in count_of_depth.items())
+        return _ragged_plan(num_reqs, num_tokens, passes, LogitsBackend.SM90)
+    if best is None:
+        raise ValueError(f"caps.native_next_n must name a legal group size, got {caps.native_next_n}")
     # A view of the engine's table needs its first rows to be exactly the kernel's rows.
-    is_native = not count_of_depth or (list(count_of_depth) == [group_size] and 0 not in depths[:num_live])
+    is_native = not count_of_depth or (list(count_of_depth) == [best.group_size] and 0 not in depths[:num_live])
     return StepPlan(
-        form=DecodeForm.NATIVE if is_native else expanded_form(group_size),
-        group_size=group_size,
+        form=DecodeForm.NATIVE if is_native else expanded_form(best.group_size),
+        group_size=best.group_size,
         num_reqs=num_reqs,
         num_tokens=num_tokens,
-        num_groups=num_groups,
-        kv_reads=num_groups,
+        num_groups=best.num_groups,
+        kv_reads=best.num_groups,
+        backend=backend,
     )
 
 
@@ -118,20 +156,48 @@ def legal_group_sizes(max_depth: int, caps: PagedMQALogitsCapabilities) -> list[
     return [size for size in candidates if native_next_n_supported(size, caps)]
 
 
-def _cheapest_group_size(
+def _ragged_plan(num_reqs: int, num_tokens: int, kv_reads: int, backend: LogitsBackend) -> StepPlan:
+    return StepPlan(
+        form=DecodeForm.RAGGED,
+        group_size=1,
+        num_reqs=num_reqs,
+        num_tokens=num_tokens,
+        num_groups=num_tokens,
+        kv_reads=kv_reads,
+        backend=backend,
+    )
+
+
+class _Groups(NamedTuple):
+    """A step cut into groups, ordered by what it costs."""
+
+    total_cost: float
+    num_groups: int
+    num_rows: int
+    group_size: int
+
+
+def _cheapest_groups(
     count_of_depth: Mapping[int, int], caps: PagedMQALogitsCapabilities, costs: StepCosts
-) -> tuple[int, int]:
-    best: tuple[tuple[float, int, int], int] | None = None
+) -> _Groups | None:
+    choices = []
     for size, cost in _group_costs(max(count_of_depth, default=1), caps, costs):
         num_groups = sum(count * -(-depth // size) for depth, count in count_of_depth.items())
-        rank = (num_groups * cost, num_groups, num_groups * size)
-        if best is None or rank < best[0]:
-            best = (rank, size)
-    if best is None:
-        raise ValueError(f"caps.native_next_n must name a legal group size, got {caps.native_next_n}")
-    return best[1], best[0][1]
+        choices.append(_Groups(num_groups * cost, num_groups, num_groups * size, size))
+    return min(choices, default=None)
 
 
 @functools.lru_cache(maxsize=1024)
 def _group_costs(max_depth: int, caps: PagedMQALogitsCapabilities, costs: StepCosts) -> tuple[tuple[int, float], ...]:
     return tuple((size, costs.group_cost(size)) for size in legal_group_sizes(max_depth, caps))
+
+
+def _ragged_total(count_of_depth: Mapping[int, int], costs: StepCosts) -> float:
+    return math.fsum(count * ragged_cost(depth, costs) for depth, count in count_of_depth.items())
+
+
+@functools.lru_cache(maxsize=1024)
+def ragged_cost(depth: int, costs: StepCosts) -> float:
+    """Return what one request of `depth` rows, at least 1, costs our Hopper kernel: the sum of its passes."""
+    full, rest = divmod(depth, SM90_ROWS_PER_PASS)
+    return full * costs.group_cost(SM90_ROWS_PER_PASS) + (costs.group_cost(rest) if rest else 0.0)

@@ -1,45 +1,41 @@
 """Compiling ahead of service: one tiny launch of everything that a configuration can meet."""
 
+import functools
 from collections.abc import Iterator
 
 import torch
 
 from vllm_dsa.deep_gemm_wrapper import PagedMQALogitsCapabilities
+from vllm_dsa.indexer.batch import IndexerDecodeMetadata
 from vllm_dsa.indexer.config import IndexerConfig
+from vllm_dsa.indexer.logits import decode_logits
 from vllm_dsa.indexer.plan import DecodeForm, StepPlan, expanded_form, legal_group_sizes
-from vllm_dsa.ops import IndexKCacheLayout, paged_mqa_logits
+from vllm_dsa.indexer.planner import StepPlanner
+from vllm_dsa.ops import IndexKCacheLayout, LogitsBackend
 
 
-def warmup_plans(config: IndexerConfig, caps: PagedMQALogitsCapabilities) -> Iterator[StepPlan]:
-    """Yield one plan of a single request for each compiled variant of the build."""
+def warmup_plans(config: IndexerConfig, planner: StepPlanner) -> Iterator[StepPlan]:
+    """Yield one plan of a single request for each compiled variant of the build and of the logits."""
+    caps = planner.caps
+    backend = LogitsBackend.REFERENCE if caps.provider is None else LogitsBackend.DEEP_GEMM
+    one = functools.partial(StepPlan, num_reqs=1, num_groups=1, kv_reads=1)
+    if planner.ragged_costs is not None:
+        yield one(DecodeForm.RAGGED, 1, num_tokens=1, backend=LogitsBackend.SM90)
     if caps.supports_varlen:
-        yield StepPlan(DecodeForm.RAGGED, 1, num_reqs=1, num_tokens=1, num_groups=1, kv_reads=1)
+        yield one(DecodeForm.RAGGED, 1, num_tokens=1, backend=backend)
         return
     for size in legal_group_sizes(config.max_num_tokens, caps):
         for form in (DecodeForm.NATIVE, expanded_form(size)):
-            yield StepPlan(
-                form, size, num_reqs=1, num_tokens=min(size, config.max_num_tokens), num_groups=1, kv_reads=1
-            )
+            yield one(form, size, num_tokens=min(size, config.max_num_tokens), backend=backend)
 
 
-def warmup_logits(
-    plan: StepPlan,
-    config: IndexerConfig,
-    caps: PagedMQALogitsCapabilities,
-    schedule_metadata: torch.Tensor,
-    num_heads: int,
-    head_dim: int,
-) -> None:
-    """Launch a plan's logits kernel on one page without a token."""
-    device, rows = schedule_metadata.device, plan.num_rows
-    paged_mqa_logits(
-        torch.zeros(plan.num_groups, plan.group_size, num_heads, head_dim, device=device).to(torch.float8_e4m3fn),
-        IndexKCacheLayout(config.block_size, head_dim).allocate(1, device),
-        torch.zeros(rows, num_heads, device=device),
-        torch.zeros(plan.num_groups, plan.group_size, dtype=torch.int32, device=device),
-        torch.zeros(plan.num_groups, 1, dtype=torch.int32, device=device),
-        max_context_len=config.block_size,
-        schedule_metadata=schedule_metadata,
-        indices=torch.zeros(plan.num_groups, dtype=torch.int32, device=device) if caps.supports_varlen else None,
-        caps=caps,
+def warmup_logits(metadata: IndexerDecodeMetadata, config: IndexerConfig, caps: PagedMQALogitsCapabilities) -> None:
+    """Launch the float32 logits of a step without cached tokens on one page."""
+    device, rows = metadata.context_lens.device, metadata.plan.num_rows
+    decode_logits(
+        metadata,
+        torch.zeros(rows, config.num_heads, config.head_dim, device=device).to(torch.float8_e4m3fn),
+        torch.zeros(rows, config.num_heads, device=device),
+        IndexKCacheLayout(config.block_size, config.head_dim).allocate(1, device),
+        caps,
     )

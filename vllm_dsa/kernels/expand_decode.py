@@ -40,6 +40,7 @@ class ExpandBuffers(NamedTuple):
     token_to_row: torch.Tensor
     decode_lens: torch.Tensor
     indices: torch.Tensor
+    query_start_loc: torch.Tensor
 
 
 def launch_expand_decode(
@@ -117,7 +118,7 @@ def _clear_tail(ptr, live, previous, program, num_programs, value, counts_up: tl
 
 _POINTERS = [
     *("query_start_loc_ptr", "seq_lens_ptr", "table_ptr", "context_lens_ptr", "out_table_ptr"),
-    *("row_to_token_ptr", "token_to_row_ptr", "decode_lens_ptr", "indices_ptr"),
+    *("row_to_token_ptr", "token_to_row_ptr", "decode_lens_ptr", "indices_ptr", "out_start_loc_ptr"),
 ]
 _SCALARS = [
     *("table_stride", "table_width", "width", "num_groups", "num_rows", "num_tokens", "num_reqs"),
@@ -137,6 +138,7 @@ def _expand_kernel(
     token_to_row_ptr,
     decode_lens_ptr,
     indices_ptr,
+    out_start_loc_ptr,
     table_stride,
     table_width,
     width,
@@ -199,6 +201,10 @@ def _expand_kernel(
         tl.store(indices_ptr + group, request, mask=group < num_groups)
         if group == 0:
             tl.store(decode_lens_ptr + req, depths, mask=is_req)
+            # Past the batch every request starts and ends behind the last token: a graph for more sees empty ones.
+            start_loc = tl.where(is_req, tl.minimum(starts, num_tokens), num_tokens)
+            tl.store(out_start_loc_ptr + req, start_loc, mask=req < max_reqs)
+            tl.store(out_start_loc_ptr + max_reqs, num_tokens)
         _clear_tail(context_lens_ptr, num_rows, previous_rows, group, num_programs, 0, False, TAIL)
         _clear_tail(row_to_token_ptr, num_rows, previous_rows, group, num_programs, -1, False, TAIL)
         _clear_tail(token_to_row_ptr, num_tokens, previous_tokens, group, num_programs, 0, False, TAIL)

@@ -5,8 +5,10 @@
 
 from vllm_dsa.ops.fold_q import fold_q
 from vllm_dsa.ops.index_k_cache import gather_index_k, store_index_k
+from vllm_dsa.ops.logits_backend import LogitsBackend, resolve_logits_backends
 from vllm_dsa.ops.mqa_logits import mqa_logits
-from vllm_dsa.ops.paged_mqa_logits import LogitsBackend, paged_mqa_logits, paged_mqa_logits_backend
+from vllm_dsa.ops.paged_mqa_logits import paged_mqa_logits, paged_mqa_logits_backend
+from vllm_dsa.ops.ragged_paged_mqa_logits import ragged_paged_mqa_logits, ragged_paged_mqa_logits_backend
 from vllm_dsa.ops.topk import topk_indices
 from vllm_dsa.reference import IndexKCacheLayout, RopeStyle, ScaleFormat
 
@@ -20,6 +22,9 @@ __all__ = [
     "mqa_logits",
     "paged_mqa_logits",
     "paged_mqa_logits_backend",
+    "ragged_paged_mqa_logits",
+    "ragged_paged_mqa_logits_backend",
+    "resolve_logits_backends",
     "store_index_k",
     "topk_indices",
 ]

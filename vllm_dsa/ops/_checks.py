@@ -157,6 +157,33 @@ def check_hadamard(head_dim: int, hadamard: bool) -> None:
         raise ValueError(f"hadamard is set for a head_dim of {head_dim}; allowed: powers of two")
 
 
+def check_lengths(context_lens: torch.Tensor, max_context_len: int, capacity: int) -> None:
+    """Check lengths on the device (a host sync): each fits the result and the `capacity` tokens of a block table's row.
+
+    Raises
+    ------
+    ValueError
+        If one does not.
+    """
+    upper = min(max_context_len, capacity)
+    wrong = (context_lens < 0) | (context_lens > upper)
+    allowed = f"0 to {upper} (max_context_len is {max_context_len}, block_table holds {capacity} tokens)"
+    check_values("context_lens", context_lens, wrong, allowed)
+
+
+def check_pages(block_table: torch.Tensor, longest: torch.Tensor, block_size: int, num_blocks: int) -> None:
+    """Check page ids on the device (a host sync): those that rows of up to `longest` (R,) tokens read exist.
+
+    Raises
+    ------
+    ValueError
+        If one does not.
+    """
+    column = torch.arange(block_table.shape[1], device=block_table.device)
+    wrong = (column * block_size < longest[:, None]) & ((block_table < 0) | (block_table >= num_blocks))
+    check_values("block_table", block_table, wrong, f"0 to {num_blocks - 1}")
+
+
 def check_values(name: str, values: torch.Tensor, wrong: torch.Tensor, allowed: str) -> None:
     """Check values on the device (a host sync): the mask `wrong` marks none of them.
 

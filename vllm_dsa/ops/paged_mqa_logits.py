@@ -1,19 +1,11 @@
 """Public operator: indexer logits of decode."""
 
-import enum
-
 import torch
 
 from vllm_dsa import envs, reference
 from vllm_dsa.deep_gemm_wrapper import PagedMQALogitsCapabilities, fp8_paged_mqa_logits
-from vllm_dsa.ops._checks import FP8_DTYPES, check_cache, check_int, check_tensor, check_values
-
-
-class LogitsBackend(enum.Enum):
-    """Who computes a launch's logits."""
-
-    DEEP_GEMM = "deep_gemm"
-    REFERENCE = "reference"
+from vllm_dsa.ops._checks import FP8_DTYPES, check_cache, check_int, check_lengths, check_pages, check_tensor
+from vllm_dsa.ops.logits_backend import LogitsBackend
 
 
 def paged_mqa_logits_backend(
@@ -98,8 +90,8 @@ def paged_mqa_logits(
     if rows == 0 or max_context_len == 0:
         return q.new_empty((rows, max_context_len), dtype=torch.float32) if out is None else out
     if envs.get("VDSA_VALIDATE"):
-        _check_lengths(context_lens, max_context_len, block_table.shape[1] * block_size)
-        _check_pages(block_table, context_lens, block_size, cache.shape[0])
+        check_lengths(context_lens, max_context_len, block_table.shape[1] * block_size)
+        check_pages(block_table, context_lens.amax(dim=1), block_size, cache.shape[0])
     backend = paged_mqa_logits_backend(q, schedule_metadata, caps)
     if backend is LogitsBackend.DEEP_GEMM and schedule_metadata is not None:
         logits = fp8_paged_mqa_logits(
@@ -117,17 +109,3 @@ def paged_mqa_logits(
     return reference.paged_mqa_logits(
         q, cache, weights, context_lens, block_table, max_context_len=max_context_len, out=out
     )
-
-
-def _check_lengths(context_lens: torch.Tensor, max_context_len: int, capacity: int) -> None:
-    upper = min(max_context_len, capacity)
-    wrong = (context_lens < 0) | (context_lens > upper)
-    allowed = f"0 to {upper} (max_context_len is {max_context_len}, block_table holds {capacity} tokens)"
-    check_values("context_lens", context_lens, wrong, allowed)
-
-
-def _check_pages(block_table: torch.Tensor, context_lens: torch.Tensor, block_size: int, num_blocks: int) -> None:
-    column = torch.arange(block_table.shape[1], device=block_table.device)
-    live = column * block_size < context_lens.amax(dim=1, keepdim=True)
-    wrong = live & ((block_table < 0) | (block_table >= num_blocks))
-    check_values("block_table", block_table, wrong, f"0 to {num_blocks - 1}")

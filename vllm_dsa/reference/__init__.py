@@ -9,6 +9,7 @@ from vllm_dsa.reference.hadamard import hadamard_transform
 from vllm_dsa.reference.index_k_cache import IndexKCacheLayout, gather_index_k
 from vllm_dsa.reference.mqa_logits import mqa_logits
 from vllm_dsa.reference.paged_mqa_logits import paged_mqa_logits
+from vllm_dsa.reference.ragged_paged_mqa_logits import ragged_paged_mqa_logits
 from vllm_dsa.reference.rope import RopeStyle, apply_rope, make_cos_sin
 from vllm_dsa.reference.schedule import sm90_schedule, sm100_schedule
 from vllm_dsa.reference.store_index_k import store_index_k
@@ -29,6 +30,7 @@ __all__ = [
     "mqa_logits",
     "paged_mqa_logits",
     "quantize_fp8",
+    "ragged_paged_mqa_logits",
     "sm90_schedule",
     "sm100_schedule",
     "store_index_k",

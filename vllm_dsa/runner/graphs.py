@@ -1,5 +1,6 @@
 """CUDA graphs of a decode step: the metadata is built outside, what reads it is captured once and replayed."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
@@ -109,6 +110,7 @@ class DecodeGraphs:
         self._inputs = PaddedDecodeInputs(builder.config, builder.device)
         self._graphs: dict[object, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        self._support = cudagraph_support(builder.config, builder.caps)
 
     @property
     def num_captured(self) -> int:
@@ -130,7 +132,8 @@ class DecodeGraphs:
             return metadata
         metadata = self._builder.build_decode(self._inputs.load(batch, padding_depths))
         plan = metadata.plan
-        key = (plan.form, plan.group_size, plan.num_groups, plan.num_tokens, metadata.max_context_len)
+        # All of the plan but its passes, which no launch depends on.
+        key = (dataclasses.replace(plan, kv_reads=0), metadata.max_context_len)
         if key not in self._graphs:
             self._graphs[key] = self._capture(metadata)
         self._graphs[key].replay()
@@ -142,7 +145,7 @@ class DecodeGraphs:
         bucket = next((size for size in self._buckets if size >= len(depths)), None)
         if bucket is None or not depths:
             return None
-        if cudagraph_support(config, self._builder.caps) is CudaGraphSupport.UNIFORM_BATCH:
+        if self._support is CudaGraphSupport.UNIFORM_BATCH:
             return [depths[0]] * (bucket - len(depths)) if len(set(depths)) == 1 else None
         # One row per token: what counts is the number of tokens, so one padding request brings all that lack.
         missing = bucket * config.next_n - sum(depths)

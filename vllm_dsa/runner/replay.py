@@ -92,6 +92,8 @@ class Replay:
     ------
     ValueError
         If a limit of `config` is out of range.
+    NotImplementedError, DeepGemmUnavailableError
+        If ``VDSA_LOGITS_BACKEND`` names a backend that cannot run.
     """
 
     def __init__(self, config: ReplayConfig, caps: PagedMQALogitsCapabilities, device: torch.device) -> None:
@@ -115,6 +117,8 @@ class Replay:
             block_table_width=-(-(max_model_len + config.num_speculative_tokens) // config.block_size),
             block_size=config.block_size,
             topk=model.index_topk,
+            num_heads=model.index_n_heads,
+            head_dim=model.index_head_dim,
         )
         self.builder = IndexerMetadataBuilder(indexer_config, caps, device)
         self.table = BlockTable(config.max_num_seqs, indexer_config.block_table_width)

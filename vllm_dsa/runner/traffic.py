@@ -4,6 +4,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_dsa.indexer import DecodeForm, StepPlan
+from vllm_dsa.indexer.costs import SM90_ROWS_PER_PASS
+from vllm_dsa.ops import LogitsBackend
 from vllm_dsa.reference import IndexKCacheLayout
 
 IntArray = npt.NDArray[np.int64]
@@ -12,7 +14,7 @@ IntArray = npt.NDArray[np.int64]
 def kv_bytes(plan: StepPlan, depths: IntArray, seq_lens: IntArray, layout: IndexKCacheLayout) -> int:
     """Return the bytes of whole pages that the plan reads, over all its passes, for one layer.
 
-    A pass reads up to the bound of the last row that it serves.
+    A pass reads up to the bound of the last row that it serves; in RAGGED, of the request's last row.
 
     Parameters
     ----------
@@ -24,7 +26,8 @@ def kv_bytes(plan: StepPlan, depths: IntArray, seq_lens: IntArray, layout: Index
         Page geometry.
     """
     if plan.form is DecodeForm.RAGGED:
-        return _page_bytes(seq_lens[depths > 0], layout)
+        passes = -(-depths // SM90_ROWS_PER_PASS) if plan.backend is LogitsBackend.SM90 else (depths > 0).astype(int)
+        return _page_bytes(np.repeat(seq_lens, passes), layout)
     return _grouped_bytes(plan.group_size, depths, seq_lens, layout)
 
 

@@ -7,14 +7,13 @@ import numpy as np
 import torch
 
 from vllm_dsa.deep_gemm_wrapper import PagedMQALogitsCapabilities
-from vllm_dsa.indexer import IndexerDecodeMetadata, PrefillChunk, decode_logits
+from vllm_dsa.indexer import IndexerDecodeMetadata, PrefillChunk, decode_logits, decode_logits_backend
 from vllm_dsa.ops import (
     LogitsBackend,
     ScaleFormat,
     fold_q,
     gather_index_k,
     mqa_logits,
-    paged_mqa_logits_backend,
     topk_indices,
 )
 from vllm_dsa.ops.row_map import tokens_of_rows
@@ -84,7 +83,7 @@ class StepVerifier:
         positions = np.concatenate([np.arange(r.start, len(r.contents)) for r in requests])
         contents = np.concatenate([r.contents[r.start :] for r in requests])
         row_q, row_weights = self._queries(contents, positions, metadata.row_to_token)
-        backend = paged_mqa_logits_backend(row_q, metadata.schedule_metadata, self._caps)
+        backend = decode_logits_backend(metadata, row_q, self._caps)
         row_logits = decode_logits(metadata, row_q, row_weights, self._cache, self._caps)
         logits = tokens_of_rows(row_logits, metadata.token_to_row)
         lens = tokens_of_rows(metadata.context_lens.flatten(), metadata.token_to_row)
