@@ -1,6 +1,7 @@
 """The benchmark suite: cases, forms, pages, the 3% rule, the cost fit, tables and files."""
 
 import csv
+import dataclasses
 import json
 import math
 
@@ -9,8 +10,8 @@ import torch
 
 from vllm_dsa.bench.cases import BenchCase, bench_cases
 from vllm_dsa.bench.ceilings import gb_per_s
-from vllm_dsa.bench.costs import fit_costs
-from vllm_dsa.bench.forms import legal_forms
+from vllm_dsa.bench.costs import fit_costs, ragged_costs
+from vllm_dsa.bench.forms import bench_planner, legal_forms
 from vllm_dsa.bench.inputs import COPIES, PagePool
 from vllm_dsa.bench.logits import LogitsRow, logits_rows
 from vllm_dsa.bench.options import BenchOptions
@@ -20,8 +21,8 @@ from vllm_dsa.bench.tables import logits_tables
 from vllm_dsa.bench.timing import Timing, summarize
 from vllm_dsa.bench.verdict import cells, losing_cells
 from vllm_dsa.deep_gemm_wrapper import planned_capabilities
-from vllm_dsa.indexer import DecodeForm, plan_step
-from vllm_dsa.ops import IndexKCacheLayout
+from vllm_dsa.indexer import DecodeForm, StepCosts, plan_step
+from vllm_dsa.ops import IndexKCacheLayout, LogitsBackend
 
 CPU = torch.device("cpu")
 SM90 = planned_capabilities("sm90")
@@ -93,6 +94,20 @@ class TestForms:
         assert all(plan_step(depths, form.caps) == form.plan for form in forms)
         assert forms[2].caps.paired_next_n == {4}
         assert forms[1].caps.paired_next_n == frozenset()
+
+    @pytest.mark.parametrize(("ours", "chosen"), [(0.1, "sm90"), (9.0, "c=4")])
+    def test_our_kernel_is_a_form_of_its_own(self, ours, chosen):
+        forms = legal_forms((3, 3), SM90, StepCosts((1, 2), (ours, 2 * ours)))
+        assert [form.variant for form in forms] == ["flattened", "c=2", "c=4", "sm90"]
+        assert [form.variant for form in forms if form.chosen] == [chosen]
+        assert forms[-1].name == "sm90"
+        assert [form.plan.backend for form in forms] == [LogitsBackend.DEEP_GEMM] * 3 + [LogitsBackend.SM90]
+
+    def test_the_planner_of_a_benchmark_drops_what_the_heads_rule_out(self):
+        assert bench_planner(SM90, 64, 64).ragged_costs is not None
+        assert bench_planner(planned_capabilities("sm100"), 64, 64).ragged_costs is None
+        few = dataclasses.replace(SM90, num_heads=frozenset({64}))
+        assert bench_planner(few, 16, 64).caps.native_next_n == frozenset()
 
     def test_varlen_is_a_form_of_its_own(self):
         forms = legal_forms((2, 1), planned_capabilities("sm100"))
@@ -171,6 +186,28 @@ class TestCosts:
         rows = synthetic_rows({1: 1.0, 2: 1.1, 4: 2.0}, cell_case(), us_per_pass=1.0)
         with pytest.raises(ValueError, match="--costs needs cells of over 20 us"):
             fit_costs(rows)
+
+
+class TestRaggedCosts:
+    @staticmethod
+    def rows(us_of_depth, batch=4):
+        found = []
+        for depth, us in us_of_depth.items():
+            case = BenchCase(f"n={depth}", 4096, (depth,) * batch, (4096,) * batch)
+            forms = legal_forms(case.depths, SM90, StepCosts((1, 2), (1.0, 1.0)))
+            timings = {form.variant: Timing(50.0 * form.plan.kv_reads, 1.0, 99.0) for form in forms}
+            timings["sm90"] = Timing(us, us, us)
+            found += logits_rows(case, forms, timings, IndexKCacheLayout(), 64, 4000.0)
+        return found
+
+    def test_they_are_in_passes_of_one_row_by_deep_gemm(self):
+        costs = ragged_costs(self.rows({1: 210.0, 3: 300.0, 8: 700.0}))
+        assert costs == StepCosts((1, 3, 8), (1.05, 1.5, 3.5))
+
+    def test_the_median_over_cells_and_none_without_ours(self):
+        rows = self.rows({1: 200.0, 2: 220.0}) + self.rows({1: 50.0, 2: 60.0}, batch=1)
+        assert ragged_costs(rows) == StepCosts((1, 2), (1.0, 1.15))
+        assert ragged_costs([row for row in rows if row.variant != "sm90"]) is None
 
 
 class TestResults:

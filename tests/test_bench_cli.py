@@ -71,7 +71,7 @@ class TestLogits:
         result = run("logits", *TINY, *outputs, "--costs")
         assert result.exit_code == 0, result.output
         values = json.loads(paths["json"].read_text())
-        assert len(values["rows"]) == 3 * (2 + 2 + 4)
+        assert len(values["rows"]) == 4 * (2 + 2 + 4)
         assert values["errors"] == []
         assert values["environment"]["measured copy GB/s"] == "4100"
         assert paths["csv"].exists()
@@ -80,6 +80,7 @@ class TestLogits:
         assert result.output.count(f"reproduce: {command}") == 2
         assert f"reproduce: {command} --costs" in result.output
         assert "StepCosts(group_sizes=(1, 2, 4)" in result.output
+        assert "our kernel: StepCosts(group_sizes=(1, 3)" in result.output
 
     def test_a_wrong_form_has_no_number_and_exit_code_1(self, run, fake_gpu, mocker):
         def off_when_paired(q, *arguments, **keywords):
@@ -91,14 +92,14 @@ class TestLogits:
         assert result.exit_code == 1
         assert "WRONG: n=3, context 300, batch 4, grouped c=4: logits are off by 1.0e-02" in result.output
         report = logits_bench.bench_logits(BenchOptions((300,), (1,), (3,), False, 16), lambda case: None)
-        assert [row.variant for row in report.rows] == ["flattened", "c=2"]
+        assert [row.variant for row in report.rows] == ["flattened", "c=2", "sm90"]
 
     def test_nan_is_wrong(self, run, fake_gpu, mocker, tmp_path):
         mocker.patch(
             "vllm_dsa.indexer.logits.paged_mqa_logits", side_effect=lambda q, *_, **__: torch.full((4, 300), math.nan)
         )
         report = logits_bench.bench_logits(BenchOptions((300,), (1,), (4,), False, 16), lambda case: None)
-        assert report.rows == []
+        assert [row.variant for row in report.rows] == ["sm90"]
         assert len(report.errors) == 3
         outputs = ["--csv", tmp_path / "x.csv", "--plot", tmp_path / "x.png", "--costs"]
         one = ["--contexts", "300", "--batches", "1", "--next-n", "4", "--no-mixes", "--heads", "16"]
@@ -112,7 +113,7 @@ class TestIndexer:
         )
         assert result.exit_code == 0, result.output
         rows = [IndexerRow(**row) for row in json.loads((tmp_path / "x.json").read_text())["rows"]]
-        assert len(rows) == 3 * (2 + 2 + 4) * 5
+        assert len(rows) == 4 * (2 + 2 + 4) * 5
         assert {row.mode for row in rows if row.stage == "topk"} == {"eager"}
         assert {row.mode for row in rows if row.stage == "logits"} == {"graph"}
         assert "reproduce: vllm-dsa bench indexer --contexts 300" in result.output

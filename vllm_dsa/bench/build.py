@@ -16,6 +16,7 @@ from vllm_dsa.bench.options import BenchOptions
 from vllm_dsa.bench.results import BenchReport, environment
 from vllm_dsa.bench.timing import ColdL2, event_us, summarize
 from vllm_dsa.deep_gemm_wrapper import resolve_capabilities
+from vllm_dsa.ops import IndexKCacheLayout
 from vllm_dsa.platform import is_cuda
 from vllm_dsa.runner.report import form_label
 
@@ -84,7 +85,8 @@ def bench_build(options: BenchOptions, on_case: Callable[[BenchCase], None]) -> 
         on_case(case)
         table = torch.arange(case.batch * max(case.pages(options.block_size)), dtype=torch.int32, device=device)
         batch = decode_batch(case, table.view(case.batch, -1))
-        builder = case_builder(case, caps, options.block_size, device)
+        layout = IndexKCacheLayout(options.block_size)
+        builder = case_builder(case, caps, layout, options.heads, "auto", device)
         plan = builder.build_decode(batch).plan
         build = functools.partial(builder.build_decode, batch)
         builds.append(build)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vllm_dsa.bench.forms import RAGGED
+from vllm_dsa.bench.forms import FLATTENED, OURS, RAGGED
 from vllm_dsa.bench.logits import LogitsRow
 from vllm_dsa.bench.verdict import SHORTEST_US, cells
 from vllm_dsa.indexer import StepCosts
@@ -34,10 +34,42 @@ class CostFit:
 
     def source_line(self) -> str:
         """Return the table as Python source."""
-        costs = ", ".join(str(cost) for cost in self.costs.costs)
-        sizes = ", ".join(map(str, self.costs.group_sizes))
-        comma = "," if len(self.costs.costs) == 1 else ""
-        return f"StepCosts(group_sizes=({sizes}{comma}), costs=({costs}{comma}))"
+        return source_line(self.costs)
+
+
+def source_line(costs: StepCosts) -> str:
+    """Return a table as Python source."""
+    values = ", ".join(str(cost) for cost in costs.costs)
+    sizes = ", ".join(map(str, costs.group_sizes))
+    comma = "," if len(costs.costs) == 1 else ""
+    return f"StepCosts(group_sizes=({sizes}{comma}), costs=({values}{comma}))"
+
+
+def ragged_costs(rows: Iterable[LogitsRow]) -> StepCosts | None:
+    """Return what a request costs our kernel by its depth, in passes of one row by DeepGEMM; ``None`` without rows.
+
+    The median over contexts and batches, of the uniform steps whose one-row pass takes over 20 us.
+
+    Parameters
+    ----------
+    rows : iterable of LogitsRow
+        From ``bench logits``, depth 1 among the cases.
+    """
+    all_rows = list(rows)
+    one_row_us = {
+        (row.context, row.batch): row.median_us
+        for row in all_rows
+        if row.case == "n=1" and row.variant == FLATTENED and row.median_us > SHORTEST_US
+    }
+    ratios: dict[int, list[float]] = {}
+    for row in all_rows:
+        base = one_row_us.get((row.context, row.batch))
+        if row.variant == OURS and row.case == f"n={row.tokens // row.batch}" and base is not None:
+            ratios.setdefault(row.tokens // row.batch, []).append(row.median_us / base)
+    if not ratios:
+        return None
+    depths = tuple(sorted(ratios))
+    return StepCosts(depths, tuple(round(float(np.median(ratios[depth])), 3) for depth in depths))
 
 
 def fit_costs(rows: Iterable[LogitsRow]) -> CostFit:
@@ -50,7 +82,7 @@ def fit_costs(rows: Iterable[LogitsRow]) -> CostFit:
     Parameters
     ----------
     rows : iterable of LogitsRow
-        From ``bench logits``; RAGGED rows play no part.
+        From ``bench logits``; RAGGED rows, our kernel's too, play no part.
 
     Raises
     ------
@@ -81,7 +113,7 @@ def fit_costs(rows: Iterable[LogitsRow]) -> CostFit:
 def _tables(rows: Iterable[LogitsRow]) -> tuple[tuple[int, ...], FloatArray, FloatArray]:
     """Return the group sizes, and times and passes as (cells, sizes)."""
     grouped = [
-        {row.group_size: row for row in cell.rows if row.variant != RAGGED}
+        {row.group_size: row for row in cell.rows if row.variant not in (RAGGED, OURS)}
         for cell in cells(rows)
         if cell.best.median_us > SHORTEST_US
     ]

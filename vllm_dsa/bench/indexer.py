@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_dsa.bench.cases import BenchCase
-from vllm_dsa.bench.forms import FLATTENED, Form, legal_forms
+from vllm_dsa.bench.forms import FLATTENED, Form, bench_planner, legal_forms
 from vllm_dsa.bench.gpu import GpuRig, bench_every_case
 from vllm_dsa.bench.indexer_step import STAGES, WHOLE, IndexerInputs, IndexerStep
 from vllm_dsa.bench.inputs import PagePool
@@ -100,12 +100,13 @@ def _bench_case(
     tables = pool.tables(case)
     inputs = IndexerInputs(case, options.heads, pool.layout.head_dim, options.seed, rig.device)
     stages: dict[tuple[str, str], list[_Stage]] = {}
-    forms = legal_forms(case.depths, rig.caps)
+    planner = bench_planner(rig.caps, options.heads, options.block_size)
+    forms = legal_forms(case.depths, planner.caps, planner.ragged_costs)
     for form in forms:
         prepared: dict[tuple[str, str], list[_Stage]] = {}
         wrong = []
         for table in tables:
-            step = IndexerStep(case, form.caps, inputs, pool.cache, table)
+            step = IndexerStep(case, form, inputs, pool.cache, table)
             for stage, run in step.stages().items():
                 prepared.setdefault((form.variant, stage), []).append(_prepare(run))
             wrong += step.wrong_rows(prepared[form.variant, WHOLE][-1], options.seed)

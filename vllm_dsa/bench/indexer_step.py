@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from vllm_dsa.bench.cases import BenchCase
+from vllm_dsa.bench.forms import Form
 from vllm_dsa.bench.inputs import TOPK, case_builder, decode_batch
 from vllm_dsa.bench.truth import SampledTruth
 from vllm_dsa.config import DsaConfig
-from vllm_dsa.deep_gemm_wrapper import PagedMQALogitsCapabilities
 from vllm_dsa.indexer import decode_logits
-from vllm_dsa.ops import IndexKCacheLayout, LogitsBackend, RopeStyle, ScaleFormat, fold_q, store_index_k, topk_indices
+from vllm_dsa.ops import IndexKCacheLayout, RopeStyle, ScaleFormat, fold_q, store_index_k, topk_indices
 from vllm_dsa.ops.row_map import tokens_of_rows
 from vllm_dsa.reference import make_cos_sin
 from vllm_dsa.runner.oracle import check_row
@@ -62,8 +62,8 @@ class IndexerStep:
     ----------
     case : BenchCase
         The step.
-    caps : PagedMQALogitsCapabilities
-        What it is planned for.
+    form : Form
+        What it is planned as.
     inputs : IndexerInputs
         Of the case.
     cache, table : torch.Tensor
@@ -73,15 +73,17 @@ class IndexerStep:
     def __init__(
         self,
         case: BenchCase,
-        caps: PagedMQALogitsCapabilities,
+        form: Form,
         inputs: IndexerInputs,
         cache: torch.Tensor,
         table: torch.Tensor,
     ) -> None:
-        self._case, self._caps, self._inputs = case, caps, inputs
+        self._case, self._caps, self._inputs = case, form.caps, inputs
         self._cache, self._table = cache, table
-        block_size = IndexKCacheLayout.of(cache).block_size
-        builder = case_builder(case, caps, block_size, table.device)
+        layout = IndexKCacheLayout.of(cache)
+        block_size = layout.block_size
+        heads = inputs.q.shape[1]
+        builder = case_builder(case, form.caps, layout, heads, form.plan.backend.value, table.device)
         self._metadata = builder.build_decode(decode_batch(case, table))
         pages = table[inputs.requests, inputs.positions // block_size].long()
         self._slots = pages * block_size + inputs.positions % block_size
@@ -119,7 +121,7 @@ class IndexerStep:
         notes = []
         for token, expected in truth.rows.items():
             selected = metadata.topk_indices[token]
-            check = check_row(logits[token], selected, expected, TOPK, LogitsBackend.DEEP_GEMM)
+            check = check_row(logits[token], selected, expected, TOPK, metadata.plan.backend)
             if not check.ok or bool((selected < -1).any()):
                 notes.append(
                     f"token {token}: logits are off by {check.logits_error:.1e}, {check.misplaced} indices misplaced"

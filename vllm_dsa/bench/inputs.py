@@ -80,17 +80,23 @@ def decode_batch(case: BenchCase, table: torch.Tensor) -> DecodeBatch:
 
 
 def case_builder(
-    case: BenchCase, caps: PagedMQALogitsCapabilities, block_size: int, device: torch.device
+    case: BenchCase,
+    caps: PagedMQALogitsCapabilities,
+    layout: IndexKCacheLayout,
+    heads: int,
+    backend: str,
+    device: torch.device,
 ) -> IndexerMetadataBuilder:
-    """Return a builder whose buffers just fit the case."""
+    """Return a builder whose buffers just fit the case, with `backend` as ``VDSA_LOGITS_BACKEND``."""
     config = IndexerConfig(
         next_n=max(case.depths),
         max_num_seqs=case.batch,
-        block_table_width=max(case.pages(block_size)),
+        block_table_width=max(case.pages(layout.block_size)),
         max_num_tokens=case.num_tokens,
-        block_size=block_size,
+        block_size=layout.block_size,
+        num_heads=heads,
+        head_dim=layout.head_dim,
         topk=TOPK,
-        # The forms are forced by narrowing what DeepGEMM takes.
-        logits_backend="reference" if caps.provider is None else "deep_gemm",
+        logits_backend=backend,
     )
     return IndexerMetadataBuilder(config, caps, device)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from vllm_dsa.bench.cases import BenchCase
 from vllm_dsa.bench.ceilings import gb_per_s
-from vllm_dsa.bench.forms import FLATTENED, Form, legal_forms
+from vllm_dsa.bench.forms import FLATTENED, Form, bench_planner, legal_forms
 from vllm_dsa.bench.gpu import GpuRig, bench_every_case
 from vllm_dsa.bench.inputs import PagePool, case_builder, decode_batch, random_queries
 from vllm_dsa.bench.options import BenchOptions
@@ -96,14 +96,14 @@ def _bench_case(
     tables = pool.tables(case)
     truths = [SampledTruth(case, q, weights, pool.cache, table, options.seed) for table in tables]
     graphs: dict[str, list[CapturedGraph]] = {}
-    forms = legal_forms(case.depths, rig.caps)
+    planner = bench_planner(rig.caps, options.heads, options.block_size)
+    forms = legal_forms(case.depths, planner.caps, planner.ragged_costs)
     for form in forms:
         steps = []
         worst = 0.0
         for table, truth in zip(tables, truths, strict=True):
-            metadata = case_builder(case, form.caps, options.block_size, rig.device).build_decode(
-                decode_batch(case, table)
-            )
+            builder = case_builder(case, form.caps, pool.layout, options.heads, form.plan.backend.value, rig.device)
+            metadata = builder.build_decode(decode_batch(case, table))
             row_q, row_weights = rows_of_tokens(q, weights, metadata.row_to_token)
             graph = capture(functools.partial(decode_logits, metadata, row_q, row_weights, pool.cache, form.caps))
             worst = max(worst, _error_of_a_replay(graph, truth, metadata))

@@ -14,7 +14,7 @@ from vllm_dsa.bench import build as build_bench
 from vllm_dsa.bench import indexer as indexer_bench
 from vllm_dsa.bench import logits as logits_bench
 from vllm_dsa.bench.cases import BenchCase
-from vllm_dsa.bench.costs import fit_costs
+from vllm_dsa.bench.costs import fit_costs, ragged_costs, source_line
 from vllm_dsa.bench.options import BenchOptions
 from vllm_dsa.bench.plot import Panels, build_panels, indexer_panels, logits_panels, write_plot
 from vllm_dsa.bench.results import BenchReport
@@ -98,6 +98,9 @@ def logits(
             f"worst {fit.worst_loss:.1%}\nreproduce: {report.environment['command']} --costs",
             soft_wrap=True,
         )
+        ours = ragged_costs(report.rows)
+        if ours is not None:
+            console.print(f"our kernel: {source_line(ours)}", soft_wrap=True)
 
 
 @bench.command()

@@ -103,8 +103,8 @@ def ragged_paged_mqa_logits(
     Notes
     -----
     Not checked otherwise: starts, lengths against `max_context_len` and against ``W * block_size``, and page ids. On
-    Hopper one launch for up to 2048 requests, no host sync, and with `out` no allocation: graph safe, and a captured launch
-    serves any lengths, pages and starts of as many rows and requests. The first call of a variant compiles it. A
+    Hopper one launch for up to 2048 requests, no host sync, and with `out` no allocation: graph safe, and a captured
+    launch serves any lengths, pages and starts of as many rows and requests. The first call of a variant compiles it. A
     logit's bits do not depend on the batch that it is in. The torch twin reads starts and lengths on the host, so it
     cannot be captured. Source: `vllm_dsa.kernels.sm90_paged_mqa_logits`, and for the twin
     `vllm_dsa.reference.ragged_paged_mqa_logits`.
