@@ -33,7 +33,7 @@ def page_pool(block_size, pages, strided):
 class Step:
     """One decode step with random contents, its metadata and its two expectations."""
 
-    def __init__(self, depths, caps, generator, heads, block_size, shared, strided):
+    def __init__(self, depths, caps, generator, heads, block_size, shared, strided, backend="deep_gemm"):
         lengths = [BORDERS[i % len(BORDERS)] if depth else 0 for i, depth in enumerate(depths)]
         width = -(-max(BORDERS) // block_size)
         num_reqs, num_tokens = len(depths), sum(depths)
@@ -54,7 +54,8 @@ class Step:
             block_table_width=width,
             max_num_tokens=num_tokens,
             block_size=block_size,
-            logits_backend="deep_gemm",
+            num_heads=heads,
+            logits_backend=backend,
         )
         self.caps = caps
         self.metadata = IndexerMetadataBuilder(config, caps, CUDA).build_decode(self.batch)
@@ -100,30 +101,34 @@ def cosine_difference(have, want):
     return float(1 - 2 * (have * want).sum() / (have.square() + want.square()).sum())
 
 
+@pytest.mark.parametrize("backend", ["deep_gemm", "sm90"])
 @pytest.mark.parametrize("layout", ["plain", "shared pages", "strided pool"])
 @pytest.mark.parametrize(("heads", "block_size"), [(64, 64), (32, 64), (64, 32), (32, 32)])
 @pytest.mark.parametrize("depths", DEPTHS.values(), ids=DEPTHS)
-def test_every_depth_equals_the_dequantised_reference(caps, generator, depths, heads, block_size, layout):
-    if block_size not in caps.block_sizes:
+def test_every_depth_equals_the_dequantised_reference(caps, generator, depths, heads, block_size, layout, backend):
+    if backend == "deep_gemm" and block_size not in caps.block_sizes:
         pytest.skip(f"{caps.version} has no pages of {block_size}")
-    step = Step(depths, caps, generator, heads, block_size, layout == "shared pages", layout == "strided pool")
+    shared, strided = layout == "shared pages", layout == "strided pool"
+    step = Step(depths, caps, generator, heads, block_size, shared, strided, backend)
+    tolerance = LOGITS_TOLERANCE[LogitsBackend(backend)]
     logits, dequantised = step.logits(), step.dequantised()
     seen = []
     for token, length in enumerate(step.lens.tolist()):
         have, want = logits[token, :length], dequantised[token, :length]
         # Of one or two tokens the norm itself can be near zero.
-        assert length < 16 or relative(have, want) < LOGITS_TOLERANCE[LogitsBackend.DEEP_GEMM], token
+        assert length < 16 or relative(have, want) < tolerance, token
         seen.append(have)
-    assert relative(torch.cat(seen), dequantised[dequantised.isfinite()]) < LOGITS_TOLERANCE[LogitsBackend.DEEP_GEMM]
+    assert relative(torch.cat(seen), dequantised[dequantised.isfinite()]) < tolerance
 
 
+@pytest.mark.parametrize("backend", ["deep_gemm", "sm90"])
 @pytest.mark.parametrize("heads", [64, 32])
 @pytest.mark.parametrize(
     "depths", [*([n] * 60 for n in range(1, 9)), [1, 2, 3, 4, 5, 6, 7, 8] * 7], ids=lambda d: f"{len(d)} of {d[-1]}"
 )
-def test_what_quantisation_costs(caps, generator, depths, heads):
+def test_what_quantisation_costs(caps, generator, depths, heads, backend):
     """Rounding q and k to FP8 costs 7e-4 on average; a query's share of it is its own, so it takes many to say so."""
-    step = Step(depths, caps, generator, heads, 64, shared=False, strided=False)
+    step = Step(depths, caps, generator, heads, 64, shared=False, strided=False, backend=backend)
     logits = step.logits()
     seen = torch.cat([logits[token, :length] for token, length in enumerate(step.lens.tolist())])
     true = torch.cat([step.true_row(token) for token in range(len(step.lens))])
