@@ -170,7 +170,7 @@ def test_startup_line(caplog):
         IndexerMetadataBuilder(CONFIG, SM90)
     assert caplog.records[0].getMessage() == (
         "indexer decode: use_flattening=False supports_varlen=False next_n=4 arch=sm90 deep_gemm=planned "
-        "native_next_n=1,2,4 logits_backend=sm90 forms=1:native,2:ragged,3:ragged,4:ragged group_size=1 "
+        "native_next_n=1,2,4 logits_backend=sm90 forms=1:native,2:native,3:ragged,4:ragged group_size=1 "
         "schedule_slots=none num_sms=132"
     )
 

@@ -89,9 +89,8 @@ def test_builds_on_gpu_and_cpu_are_the_same(caps, generator, backend):
 def test_after_warmup_nothing_compiles(caps, generator, monkeypatch, backend):
     compiled = []
     # Another capacity than any other test's, so that this builder's kernels are its own.
-    config = dataclasses.replace(
-        CONFIGS[backend], max_num_seqs=130 + (backend == "sm90"), max_num_tokens=1040 + (backend == "sm90")
-    )
+    max_num_seqs = {"deep_gemm": 130, "sm90": 300}[backend]
+    config = dataclasses.replace(CONFIGS[backend], max_num_seqs=max_num_seqs, max_num_tokens=8 * max_num_seqs)
     builder = IndexerMetadataBuilder(config, caps, CUDA)
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **known: compiled.append(known["repr"]))
     builder.warmup()

@@ -108,7 +108,7 @@ class TestOurKernel:
     @pytest.mark.parametrize(
         ("depths", "kv_reads"),
         [
-            ([2] * 5, 5),
+            ([3] * 5, 5),
             ([3, 3, 3, 1], 4),
             ([4, 0, 4], 2),
             ([8, 8], 2),
@@ -135,7 +135,7 @@ class TestOurKernel:
 
     @pytest.mark.parametrize(
         ("depths", "form"),
-        [([1] * 5, DecodeForm.NATIVE), ([1] * 200 + [2], DecodeForm.FLATTENED)],
+        [([1] * 5, DecodeForm.NATIVE), ([2] * 5, DecodeForm.NATIVE), ([1] * 200 + [2], DecodeForm.FLATTENED)],
     )
     def test_deep_gemm_where_it_is_cheaper(self, depths, form):
         plan = plan_step(depths, SM90, ragged_costs=SM90_KERNEL_COSTS)

@@ -66,7 +66,8 @@ def test_without_deep_gemm_our_kernel_runs_every_step(depths):
         ("deep_gemm", 3, SM90, CudaGraphSupport.UNIFORM_BATCH),
         ("deep_gemm", 3, planned_capabilities("sm90", frozenset({1})), CudaGraphSupport.ALWAYS),
         ("auto", 3, SM100, CudaGraphSupport.ALWAYS),
-        ("auto", 4, SM90, CudaGraphSupport.ALWAYS),
+        ("auto", 4, SM90, CudaGraphSupport.UNIFORM_BATCH),
+        ("sm90", 4, SM90, CudaGraphSupport.ALWAYS),
         ("auto", 1, SM90, CudaGraphSupport.UNIFORM_BATCH),
         ("sm90", 1, SM90, CudaGraphSupport.ALWAYS),
         ("auto", 4, SM90_BARE, CudaGraphSupport.ALWAYS),
@@ -123,7 +124,7 @@ def test_a_graph_of_our_kernel_that_serves_every_mix_meets_no_group_of_rows(dept
         (
             {},
             SM90,
-            {"logits_backend": "sm90", "forms": "1:native,2:ragged,3:ragged,4:ragged", "schedule_slots": "none"},
+            {"logits_backend": "sm90", "forms": "1:native,2:native,3:ragged,4:ragged", "schedule_slots": "none"},
         ),
         ({"next_n": 2}, SM90_BARE, {"deep_gemm": "none", "logits_backend": "sm90", "forms": "1:ragged,2:ragged"}),
     ],

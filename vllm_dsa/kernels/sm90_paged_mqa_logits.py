@@ -33,12 +33,13 @@ _ARGUMENT_TYPES = (
     ctypes.c_uint64,  # pass_costs
 )
 
-# Cost of a tile of 64 tokens for 1 to 8 rows: the kernel divides a batch of mixed depths among the SMs by these. They
-# are the times of uniform batches on an H200 (64 heads, batch 64, context 131072), in units that fit a byte.
+# Cost of a tile of 64 tokens for 1 to 8 rows: the kernel divides a batch of mixed depths among the SMs by these, in
+# units that fit a byte. For 64 heads they are the times of uniform batches on an H200 (batch 64, context 32768, us; 5
+# to 7 rows between those of 4 and 8). A tile's work grows with its columns, so 32 heads cost what half of the rows do.
 _PASS_COSTS = {
-    64: (113, 117, 121, 125, 158, 188, 218, 250),
-    32: (113, 115, 117, 119, 121, 123, 130, 138),
-    16: (113, 115, 117, 119, 121, 123, 125, 127),
+    64: (76, 82, 112, 134, 172, 198, 225, 244),
+    32: (74, 76, 79, 82, 97, 112, 123, 134),
+    16: (73, 74, 75, 76, 78, 79, 81, 82),
 }
 
 
