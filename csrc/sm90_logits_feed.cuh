@@ -93,6 +93,8 @@ __device__ __forceinline__ void feed_keys(const Launch& launch, const Schedule& 
         }
         pass_index += pass.tile_end - pass.tile_begin;
     }
+    // A dependent that starts early may rely on what was before this launch, so that must be over first.
+    ptx::wait_for_predecessor();
     ptx::launch_dependents();
 }
 
