@@ -248,6 +248,7 @@ class TestDraftUpdate:
         ("depths", "lens", "table", "error", "message"),
         [
             ([4, 4], torch.zeros(2, dtype=torch.int32), None, ValueError, "one row per request"),
+            ([2, 0], torch.zeros(2, dtype=torch.int32), None, ValueError, "one row per request"),
             ([1, 1], torch.zeros(3, dtype=torch.int32), None, ValueError, r"shape \(2,\)"),
             ([1, 1], torch.zeros(2), None, TypeError, "int32"),
             ([1, 1], torch.zeros(2, dtype=torch.int32), torch.zeros(3, 6, dtype=torch.int32), ValueError, "2 rows"),

@@ -104,6 +104,20 @@ def test_negative_depth_is_refused():
         plan_step([1, 2, -1], SM90)
 
 
+PLANNERS = {
+    "deep_gemm": lambda depths: plan_step(depths, SM90),
+    "one row alone": lambda depths: plan_step(depths, planned_capabilities("sm90", frozenset({1}))),
+    "varlen": lambda depths: plan_step(depths, planned_capabilities("sm100")),
+    "ours": lambda depths: plan_step(depths, SM90, ragged_costs=SM90_KERNEL_COSTS),
+}
+
+
+@pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
+@given(depths=st.lists(st.integers(0, 9), max_size=8) | st.lists(st.just(1), max_size=8))
+def test_one_row_per_request_is_seen_whatever_the_form(planner, depths):
+    assert planner(depths).is_one_row_per_request == all(depth == 1 for depth in depths)
+
+
 class TestOurKernel:
     @pytest.mark.parametrize(
         ("depths", "kv_reads"),

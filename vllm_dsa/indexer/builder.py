@@ -211,10 +211,10 @@ class IndexerMetadataBuilder:
         if self.config.dcp.size > 1:
             raise NotImplementedError("draft metadata cannot be updated in place under DCP: build each step")
         plan = metadata.plan
-        if plan.group_size != 1 or plan.num_tokens != plan.num_reqs:
+        if not plan.is_one_row_per_request:
             raise ValueError(
                 "metadata must have one row per request for a draft update, got "
-                f"{plan.num_tokens} rows for {plan.num_reqs} requests in groups of {plan.group_size}"
+                f"{plan.num_tokens} rows for {plan.num_reqs} requests, {plan.form.value} in groups of {plan.group_size}"
             )
         if seq_lens.dtype != torch.int32 or block_table.dtype != torch.int32:
             raise TypeError(f"seq_lens and block_table must be int32, got {seq_lens.dtype} and {block_table.dtype}")

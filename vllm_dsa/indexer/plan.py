@@ -73,6 +73,16 @@ class StepPlan:
         return self.num_dummy_rows == 0
 
     @property
+    def is_one_row_per_request(self) -> bool:
+        """Whether every request brings exactly one row.
+
+        As many rows as requests are not enough, since one may bring two and another none. A flattened step of single
+        rows alone would have been native, and elsewhere a request that brings none is read by no pass.
+        """
+        counts = {self.num_tokens, self.kv_reads, self.num_reqs}
+        return self.group_size == 1 and len(counts) == 1 and self.form is not DecodeForm.FLATTENED
+
+    @property
     def reads_engine_table(self) -> bool:
         """Whether the kernel reads the engine's own block table, so that none is expanded."""
         return self.form is DecodeForm.NATIVE or self.backend is LogitsBackend.SM90
