@@ -31,7 +31,9 @@ constexpr int Q_OFFSET = 0;
 constexpr int RING_OFFSET = Q_OFFSET + 2 * Q_HALF;
 constexpr int WEIGHTS_OFFSET = RING_OFFSET + RING * STAGE_BYTES;
 constexpr int BARRIERS_OFFSET = WEIGHTS_OFFSET + 2 * WEIGHTS_HALF;
-constexpr int WARP_COSTS_OFFSET = BARRIERS_OFFSET + (2 * RING + 4) * 8;
+// Full and empty of each slot, then of each half of the queries.
+constexpr int NUM_BARRIERS = 2 * RING + 4;
+constexpr int WARP_COSTS_OFFSET = BARRIERS_OFFSET + NUM_BARRIERS * 8;
 constexpr int SHARE_OFFSET = WARP_COSTS_OFFSET + THREADS / 32 * 4;
 constexpr int COSTS_OFFSET = SHARE_OFFSET + 3 * 4;
 constexpr int FIRST_ROWS_OFFSET = COSTS_OFFSET + (MAX_REQUESTS + 1) * 4;

@@ -30,15 +30,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                         fill_to,      num_reqs, num_rows,     early_kv != 0};
     const Shared shared{ptx::shared_address(shared_memory)};
     prefetch(launch);
-    if (threadIdx.x == 0) {
-        for (int slot = 0; slot < RING; ++slot) {
-            ptx::mbarrier_init(shared.full(slot), 1);
-            ptx::mbarrier_init(shared.empty(slot), 8);  // a lane of each of eight warps, or two each of four
-        }
-        for (int half = 0; half < 2; ++half) {
-            ptx::mbarrier_init(shared.q_full(half), 1);
-            ptx::mbarrier_init(shared.q_empty(half), 1);
-        }
+    // All barriers lie in a row, so a thread makes each. A slot is empty when a lane of each of eight warps
+    // has said so, or two each of four; the others have one arrival.
+    if (threadIdx.x < NUM_BARRIERS) {
+        const bool is_empty = RING <= threadIdx.x && threadIdx.x < 2 * RING;
+        ptx::mbarrier_init(shared.full(threadIdx.x), is_empty ? 8 : 1);
         ptx::mbarrier_init_fence();
     }
     if (!launch.early_kv) ptx::wait_for_predecessor();
