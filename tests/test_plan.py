@@ -141,6 +141,7 @@ class TestOurKernel:
             num_tokens=sum(depths),
             num_groups=sum(depths),
             kv_reads=kv_reads,
+            max_depth=max(depths, default=0),
             backend=LogitsBackend.SM90,
         )
         assert plan.rows_are_tokens

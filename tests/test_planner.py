@@ -78,6 +78,18 @@ def test_cudagraph_support(backend, next_n, caps, support):
     assert cudagraph_support(configured(next_n=next_n, logits_backend=backend), caps) is support
 
 
+@pytest.mark.parametrize("next_n", [1, 3])
+@pytest.mark.parametrize(
+    "caps", [planned_capabilities("sm90", frozenset({1})), SM100, SM90], ids=lambda caps: caps.arch
+)
+@given(depths=DEPTHS | st.lists(st.just(1), max_size=6))
+def test_without_our_kernel_a_graph_for_every_mix_meets_one_layout(next_n, caps, depths):
+    config = configured(next_n=next_n, logits_backend="deep_gemm")
+    plan = StepPlanner.of(config, caps).plan
+    if cudagraph_support(config, caps) is CudaGraphSupport.ALWAYS:
+        assert plan(depths).form is plan([next_n]).form
+
+
 def test_a_full_step_by_our_kernel_is_not_enough_where_a_shallower_one_is_grouped(monkeypatch):
     monkeypatch.setattr(planner, "SM90_KERNEL_COSTS", DEAR_SINGLE_ROWS)
     plan = StepPlanner.of(CONFIG, SM90).plan

@@ -211,7 +211,7 @@ class IndexerMetadataBuilder:
         if self.config.dcp.size > 1:
             raise NotImplementedError("draft metadata cannot be updated in place under DCP: build each step")
         plan = metadata.plan
-        if not plan.is_one_row_per_request:
+        if plan.group_size != 1 or not plan.is_one_row_per_request:
             raise ValueError(
                 "metadata must have one row per request for a draft update, got "
                 f"{plan.num_tokens} rows for {plan.num_reqs} requests, {plan.form.value} in groups of {plan.group_size}"

@@ -45,6 +45,8 @@ class StepPlan:
         Rows of the kernel's ``context_lens``.
     kv_reads : int
         Passes over a request's KV, summed over the step. Flattening would make `num_tokens` of them.
+    max_depth : int
+        Most query rows that a request brings.
     backend : LogitsBackend
         Whose kernel the step is laid out for. On a device that it does not run on the torch twin stands in.
     """
@@ -55,6 +57,7 @@ class StepPlan:
     num_tokens: int
     num_groups: int
     kv_reads: int
+    max_depth: int
     backend: LogitsBackend = LogitsBackend.DEEP_GEMM
 
     @property
@@ -74,13 +77,8 @@ class StepPlan:
 
     @property
     def is_one_row_per_request(self) -> bool:
-        """Whether every request brings exactly one row.
-
-        As many rows as requests are not enough, since one may bring two and another none. A flattened step of single
-        rows alone would have been native, and elsewhere a request that brings none is read by no pass.
-        """
-        counts = {self.num_tokens, self.kv_reads, self.num_reqs}
-        return self.group_size == 1 and len(counts) == 1 and self.form is not DecodeForm.FLATTENED
+        """Whether every request brings exactly one row: as many rows as requests, and none brings two."""
+        return self.num_tokens == self.num_reqs and self.max_depth <= 1
 
     @property
     def reads_engine_table(self) -> bool:
@@ -129,17 +127,17 @@ def plan_step(
     if count_of_depth and min(count_of_depth) < 0:
         bad = next(i for i, depth in enumerate(depths) if depth < 0)
         raise ValueError(f"depths must not be negative, got {depths[bad]} for request {bad}")
-    num_reqs, num_tokens = len(depths), sum(depths)
+    num_reqs, num_tokens, max_depth = len(depths), sum(depths), max(depths, default=0)
     num_live = num_reqs - count_of_depth.pop(0, 0)
     backend = LogitsBackend.REFERENCE if caps.provider is None else LogitsBackend.DEEP_GEMM
     if caps.supports_varlen:
-        return _ragged_plan(num_reqs, num_tokens, num_live, backend)
+        return _ragged_plan(num_reqs, num_tokens, num_live, max_depth, backend)
     best = _cheapest_groups(count_of_depth, caps, costs or default_costs(caps))
     if ragged_costs is not None and (
         best is None or _ragged_total(count_of_depth, ragged_costs) <= best.total_cost * _TIE
     ):
         passes = sum(count * -(-depth // SM90_ROWS_PER_PASS) for depth, count in count_of_depth.items())
-        return _ragged_plan(num_reqs, num_tokens, passes, LogitsBackend.SM90)
+        return _ragged_plan(num_reqs, num_tokens, passes, max_depth, LogitsBackend.SM90)
     if best is None:
         raise ValueError(f"caps.native_next_n must name a legal group size, got {caps.native_next_n}")
     # A view of the engine's table needs its first rows to be exactly the kernel's rows.
@@ -151,6 +149,7 @@ def plan_step(
         num_tokens=num_tokens,
         num_groups=best.num_groups,
         kv_reads=best.num_groups,
+        max_depth=max_depth,
         backend=backend,
     )
 
@@ -166,7 +165,7 @@ def legal_group_sizes(max_depth: int, caps: PagedMQALogitsCapabilities) -> list[
     return [size for size in candidates if native_next_n_supported(size, caps)]
 
 
-def _ragged_plan(num_reqs: int, num_tokens: int, kv_reads: int, backend: LogitsBackend) -> StepPlan:
+def _ragged_plan(num_reqs: int, num_tokens: int, kv_reads: int, max_depth: int, backend: LogitsBackend) -> StepPlan:
     return StepPlan(
         form=DecodeForm.RAGGED,
         group_size=1,
@@ -174,6 +173,7 @@ def _ragged_plan(num_reqs: int, num_tokens: int, kv_reads: int, backend: LogitsB
         num_tokens=num_tokens,
         num_groups=num_tokens,
         kv_reads=kv_reads,
+        max_depth=max_depth,
         backend=backend,
     )
 

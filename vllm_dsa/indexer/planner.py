@@ -37,10 +37,14 @@ class StepPlanner:
         where only our kernel may.
     ragged_costs : StepCosts or None
         Of our Hopper kernel, where it may be planned.
+    flattens_all : bool
+        Whether a full step is FLATTENED. A graph of it reads the expanded table, so no step may leave that out: single
+        rows alone, which could run NATIVE on the engine's table, are then expanded too.
     """
 
     caps: PagedMQALogitsCapabilities
     ragged_costs: StepCosts | None
+    flattens_all: bool = False
 
     @classmethod
     def of(cls, config: IndexerConfig, caps: PagedMQALogitsCapabilities) -> Self:
@@ -58,11 +62,16 @@ class StepPlanner:
             caps = dataclasses.replace(
                 caps, native_next_n=frozenset(), paired_next_n=frozenset(), supports_varlen=False
             )
-        return cls(caps, SM90_KERNEL_COSTS if LogitsBackend.SM90 in backends else None)
+        ragged_costs = SM90_KERNEL_COSTS if LogitsBackend.SM90 in backends else None
+        full_step = plan_step([config.next_n], caps, ragged_costs=ragged_costs)
+        return cls(caps, ragged_costs, flattens_all=full_step.form is DecodeForm.FLATTENED)
 
     def plan(self, depths: Sequence[int]) -> StepPlan:
         """Plan a step."""
-        return plan_step(depths, self.caps, ragged_costs=self.ragged_costs)
+        plan = plan_step(depths, self.caps, ragged_costs=self.ragged_costs)
+        if self.flattens_all and plan.form is DecodeForm.NATIVE:
+            return dataclasses.replace(plan, form=DecodeForm.FLATTENED)
+        return plan
 
 
 def plannable_backends(config: IndexerConfig, caps: PagedMQALogitsCapabilities) -> frozenset[LogitsBackend]:

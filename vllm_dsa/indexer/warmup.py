@@ -20,13 +20,14 @@ def warmup_plans(config: IndexerConfig, planner: StepPlanner) -> Iterator[StepPl
     backend = LogitsBackend.REFERENCE if caps.provider is None else LogitsBackend.DEEP_GEMM
     one = functools.partial(StepPlan, num_reqs=1, num_groups=1, kv_reads=1)
     if planner.ragged_costs is not None:
-        yield one(DecodeForm.RAGGED, 1, num_tokens=1, backend=LogitsBackend.SM90)
+        yield one(DecodeForm.RAGGED, 1, num_tokens=1, max_depth=1, backend=LogitsBackend.SM90)
     if caps.supports_varlen:
-        yield one(DecodeForm.RAGGED, 1, num_tokens=1, backend=backend)
+        yield one(DecodeForm.RAGGED, 1, num_tokens=1, max_depth=1, backend=backend)
         return
     for size in legal_group_sizes(config.max_num_tokens, caps):
         for form in (DecodeForm.NATIVE, expanded_form(size)):
-            yield one(form, size, num_tokens=min(size, config.max_num_tokens), backend=backend)
+            depth = min(size, config.max_num_tokens)
+            yield one(form, size, num_tokens=depth, max_depth=depth, backend=backend)
 
 
 def warmup_logits(metadata: IndexerDecodeMetadata, config: IndexerConfig, caps: PagedMQALogitsCapabilities) -> None:

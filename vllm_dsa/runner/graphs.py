@@ -132,8 +132,8 @@ class DecodeGraphs:
             return metadata
         metadata = self._builder.build_decode(self._inputs.load(batch, padding_depths))
         plan = metadata.plan
-        # All of the plan but its passes, which no launch depends on.
-        key = (dataclasses.replace(plan, kv_reads=0), metadata.max_context_len)
+        # All of the plan but its passes and its depths, which no launch depends on.
+        key = (dataclasses.replace(plan, kv_reads=0, max_depth=0), metadata.max_context_len)
         if key not in self._graphs:
             self._graphs[key] = self._capture(metadata)
         self._graphs[key].replay()
