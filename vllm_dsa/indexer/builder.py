@@ -90,8 +90,8 @@ class IndexerMetadataBuilder:
         Notes
         -----
         On a GPU two launches (one where the plan is for our Hopper kernel, which needs no schedule), no allocation and
-        no host sync. Not meant to be captured: the plan is host work. The
-        metadata's addresses depend on the plan alone, so what reads it may be.
+        no host sync. Not meant to be captured: the plan is host work. The metadata's addresses depend on the plan
+        alone, so what reads it may be.
         """
         self._check_gpu()
         depths = check_decode_batch(batch, self.config, self.device)
