@@ -10,7 +10,6 @@
 constexpr int HEAD_DIM = 128;
 constexpr int TILE = 64;
 constexpr int PAGES_PER_TILE = TILE / BLOCK_SIZE;
-constexpr int PASS_ROWS = 8;
 // N = rows * HEADS is at most 256, so eight rows of 64 heads are shared by both warpgroups.
 constexpr int GROUP_ROWS = HEADS == 64 ? 4 : 8;
 constexpr int THREADS = 384;

@@ -9,8 +9,8 @@
 // itself, in units of one tile, so no metadata is needed, and a logit is computed whole by one warp: its bits
 // depend neither on the split nor on the batch.
 //
-// Set by the launcher: HEADS (64, 32, 16), BLOCK_SIZE (64, 32), OUT_BF16 (0, 1), MAX_REQUESTS (in shared
-// memory). For tests: JITTER (random sleeps).
+// Set by the launcher: HEADS (64, 32, 16), BLOCK_SIZE (64, 32), OUT_BF16 (0, 1), PASS_ROWS (8: the costs are
+// eight bytes), MAX_REQUESTS (in shared memory). For tests: JITTER (random sleeps).
 #include "sm90_logits_feed.cuh"
 #include "sm90_logits_score.cuh"
 

@@ -59,10 +59,6 @@ __device__ __forceinline__ void consumers_sync(int id) {
     asm volatile("bar.sync %0, 256;" ::"r"(id) : "memory");
 }
 
-__device__ __forceinline__ void consumers_arrive(int id) {
-    asm volatile("bar.arrive %0, 256;" ::"r"(id) : "memory");
-}
-
 // ---- bulk copies into shared memory
 
 __device__ __forceinline__ uint64_t evict_first_policy() {

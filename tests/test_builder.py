@@ -4,11 +4,12 @@ import logging
 import hypothesis.strategies as st
 import pytest
 import torch
+from decode_steps import WIDTH_TOKENS, assert_builds_equal_fresh_ones, make_batch
 from hypothesis import given, settings
 
 from vllm_dsa.context_parallel import DcpLayout
 from vllm_dsa.deep_gemm_wrapper import planned_capabilities
-from vllm_dsa.indexer import DecodeBatch, DecodeForm, IndexerConfig, IndexerMetadataBuilder
+from vllm_dsa.indexer import DecodeForm, IndexerConfig, IndexerMetadataBuilder
 from vllm_dsa.ops.schedule import paged_mqa_schedule
 
 SM90 = planned_capabilities("sm90")
@@ -17,19 +18,6 @@ SM100 = planned_capabilities("sm100")
 CONFIG = IndexerConfig(
     next_n=4, max_num_seqs=8, block_table_width=6, max_num_tokens=64, topk=16, logits_backend="deep_gemm"
 )
-WIDTH_TOKENS = 6 * 64
-
-
-def make_batch(depths, lengths, width=6, first_page=1):
-    starts = torch.tensor([0, *depths]).cumsum(0).to(torch.int32)
-    pages = torch.arange(first_page, first_page + len(depths) * width, dtype=torch.int32).view(-1, width)
-    return DecodeBatch(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts.clone(),
-        seq_lens=torch.tensor(lengths, dtype=torch.int32),
-        block_table=pages,
-        max_seq_len=max([*lengths, 0]),
-    )
 
 
 @st.composite
@@ -46,19 +34,7 @@ def step_sequences(draw):
 @settings(max_examples=60)
 @given(step_sequences(), st.sampled_from([SM90, SM90_MAIN, SM100, planned_capabilities("sm90", frozenset({4}))]))
 def test_any_sequence_of_steps_equals_fresh_builds_at_fixed_addresses(steps, caps):
-    builder = IndexerMetadataBuilder(CONFIG, caps)
-    addresses = {name: buffer.data_ptr() for name, buffer in builder.buffers().items()}
-    for depths, lengths, width in steps:
-        metadata = builder.build_decode(make_batch(depths, lengths, width))
-        fresh = IndexerMetadataBuilder(CONFIG, caps)
-        expected = fresh.build_decode(make_batch(depths, lengths, width))
-        for name, buffer in builder.buffers().items():
-            assert buffer.data_ptr() == addresses[name], name
-            if name != "schedule_metadata":  # only its prefix belongs to the step
-                assert torch.equal(buffer, fresh.buffers()[name]), name
-        for field in dataclasses.fields(metadata):
-            have, want = getattr(metadata, field.name), getattr(expected, field.name)
-            assert torch.equal(have, want) if isinstance(want, torch.Tensor) else have == want, field.name
+    assert_builds_equal_fresh_ones(CONFIG, caps, [make_batch(*step) for step in steps])
 
 
 def test_metadata_views_the_builders_buffers():

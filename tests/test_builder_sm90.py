@@ -6,12 +6,12 @@ import logging
 import hypothesis.strategies as st
 import pytest
 import torch
+from decode_steps import WIDTH_TOKENS, assert_builds_equal_fresh_ones, make_batch
 from hypothesis import given, settings
 
 from vllm_dsa.context_parallel import DcpLayout
 from vllm_dsa.deep_gemm_wrapper import planned_capabilities
 from vllm_dsa.indexer import (
-    DecodeBatch,
     DecodeForm,
     IndexerConfig,
     IndexerMetadataBuilder,
@@ -41,19 +41,6 @@ CONFIG = IndexerConfig(
     next_n=4, max_num_seqs=8, block_table_width=6, max_num_tokens=64, topk=16, num_heads=16, logits_backend="auto"
 )
 OURS = dataclasses.replace(CONFIG, logits_backend="sm90")
-WIDTH_TOKENS = 6 * 64
-
-
-def make_batch(depths, lengths, width=6, first_page=0):
-    starts = torch.tensor([0, *depths]).cumsum(0).to(torch.int32)
-    pages = torch.arange(first_page, first_page + len(depths) * width, dtype=torch.int32).view(-1, width)
-    return DecodeBatch(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts.clone(),
-        seq_lens=torch.tensor(lengths, dtype=torch.int32),
-        block_table=pages,
-        max_seq_len=max([*lengths, 0]),
-    )
 
 
 @st.composite
@@ -73,19 +60,7 @@ def step_sequences(draw):
 def test_any_sequence_of_forms_equals_fresh_builds_at_fixed_addresses(steps, caps, costs):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "SM90_KERNEL_COSTS", costs)
-        used = IndexerMetadataBuilder(CONFIG, caps)
-        addresses = {name: buffer.data_ptr() for name, buffer in used.buffers().items()}
-        for depths, lengths in steps:
-            metadata = used.build_decode(make_batch(depths, lengths))
-            fresh = IndexerMetadataBuilder(CONFIG, caps)
-            expected = fresh.build_decode(make_batch(depths, lengths))
-            for name, buffer in used.buffers().items():
-                assert buffer.data_ptr() == addresses[name], name
-                if name != "schedule_metadata":  # only its prefix belongs to the step
-                    assert torch.equal(buffer, fresh.buffers()[name]), name
-            for field in dataclasses.fields(metadata):
-                have, want = getattr(metadata, field.name), getattr(expected, field.name)
-                assert torch.equal(have, want) if isinstance(want, torch.Tensor) else have == want, field.name
+        assert_builds_equal_fresh_ones(CONFIG, caps, [make_batch(*step) for step in steps])
 
 
 def test_the_sequences_reach_every_form(monkeypatch):

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+# Major CUDA compute capabilities.
+HOPPER = 9
+BLACKWELL_DATACENTER = 10
 PLANNED_SM_COUNTS = {"sm90": 132, "sm100": 148}
 
 

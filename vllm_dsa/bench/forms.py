@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from vllm_dsa.deep_gemm_wrapper import PagedMQALogitsCapabilities
 from vllm_dsa.indexer import DecodeForm, IndexerConfig, StepCosts, StepPlan, plan_step
 from vllm_dsa.indexer.plan import legal_group_sizes
-from vllm_dsa.indexer.planner import StepPlanner
+from vllm_dsa.indexer.planner import StepPlanner, without_groups
 from vllm_dsa.ops import LogitsBackend
 from vllm_dsa.runner.report import form_label
 
@@ -82,13 +82,9 @@ def legal_forms(
         narrowed.append(caps)
     plans = [(one, plan_step(depths, one)) for one in narrowed]
     if ragged_costs is not None:
-        nothing = _without_groups(caps)
+        nothing = without_groups(caps)
         plans.append((nothing, plan_step(depths, nothing, ragged_costs=ragged_costs)))
     return [Form(one, plan, chosen=plan == choice) for one, plan in plans]
-
-
-def _without_groups(caps: PagedMQALogitsCapabilities) -> PagedMQALogitsCapabilities:
-    return dataclasses.replace(caps, native_next_n=frozenset(), paired_next_n=frozenset(), supports_varlen=False)
 
 
 def _only(group_size: int, caps: PagedMQALogitsCapabilities) -> PagedMQALogitsCapabilities:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from vllm_dsa.ops import IndexKCacheLayout
+from vllm_dsa.reference import gather_index_k
 
 TILE = 64
 # Hopper's FP8 tensor cores keep about 14 bits of a sum of products, counted from the largest of them.
@@ -82,15 +83,12 @@ class RaggedCase:
         return rows[0], rows[1]
 
     def _expected_of(self, request: int, rows: slice, length: int) -> torch.Tensor:
-        block_size = self.shape.block_size
-        ids = self.block_table[request, : -(-length // block_size)].long()
-        pages = self.cache.as_strided((len(self.cache), block_size * 132), (self.cache.stride(0), 1))[ids]
-        keys = pages[:, : block_size * 128].reshape(-1, 128)[:length].view(torch.float8_e4m3fn).double()
-        scales = pages[:, block_size * 128 :].contiguous().view(torch.float32).flatten()[:length].double()
+        values, scales = gather_index_k(self.cache, self.block_table[request], length)
+        keys = values.double()
         q, weights = self.q[rows].double(), self.weights[rows].double().unsqueeze(1)
         logits = (weights @ (q @ keys.T).clamp_(min=0)).squeeze(1)
         sizes = (weights.abs() @ (q.abs() @ keys.abs().T)).squeeze(1)
-        return torch.stack([logits, ACCUMULATION_ERROR * sizes]) * scales
+        return torch.stack([logits, ACCUMULATION_ERROR * sizes]) * scales.double()
 
     def faults(self, out: torch.Tensor, fill_to: int = 0) -> list[str]:
         """Say what is wrong with a result that was NaN before, as text; nothing if it is right.

@@ -13,10 +13,7 @@ import torch
 
 from vllm_dsa.deep_gemm_wrapper.builds import DeepGemmBuild, LoadedDeepGemm, has_deep_gemm, load_deep_gemm
 from vllm_dsa.deep_gemm_wrapper.probe import probe_next_n
-from vllm_dsa.platform import DeviceInfo, current_device, planned_device
-
-HOPPER = 9
-BLACKWELL_DATACENTER = 10
+from vllm_dsa.platform import BLACKWELL_DATACENTER, HOPPER, DeviceInfo, current_device, planned_device
 
 
 class PrefillSignature(enum.Enum):

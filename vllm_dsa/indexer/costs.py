@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_dsa.deep_gemm_wrapper import PagedMQALogitsCapabilities
+from vllm_dsa.kernels.sm90_paged_mqa_logits import PASS_ROWS
+from vllm_dsa.platform import HOPPER
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,8 @@ class StepCosts:
 # read almost for free; four are bound by the tensor cores.
 SM90_COSTS = StepCosts(group_sizes=(1, 2, 4), costs=(1.0, 1.226, 2.156))
 
-# Query rows that one pass of our Hopper kernel serves (csrc/sm90_paged_mqa_logits.cu, PASS_ROWS).
-SM90_ROWS_PER_PASS = 8
+# Query rows that one pass of our Hopper kernel serves.
+SM90_ROWS_PER_PASS = PASS_ROWS
 
 # Our kernel on an H200, 64 heads, batch 64, context 32768 and 131072, each depth against DeepGEMM's best form of it in
 # the same run, at that form's cost in the table above: 1.005 of a single row, 1.03 of a pair, 0.83 and 0.995 of a four,
@@ -54,4 +56,4 @@ DEFAULT_COSTS = StepCosts(group_sizes=(1, 2), costs=(1.0, 1.1))
 
 def default_costs(caps: PagedMQALogitsCapabilities) -> StepCosts:
     """Return the cost table for the capabilities' architecture."""
-    return SM90_COSTS if caps.arch_family == 9 else DEFAULT_COSTS
+    return SM90_COSTS if caps.arch_family == HOPPER else DEFAULT_COSTS

@@ -59,9 +59,7 @@ class StepPlanner:
         if LogitsBackend.DEEP_GEMM not in backends:
             caps = dataclasses.replace(caps, provider=None, version=None)
         if backends == {LogitsBackend.SM90}:
-            caps = dataclasses.replace(
-                caps, native_next_n=frozenset(), paired_next_n=frozenset(), supports_varlen=False
-            )
+            caps = without_groups(caps)
         ragged_costs = SM90_KERNEL_COSTS if LogitsBackend.SM90 in backends else None
         full_step = plan_step([config.next_n], caps, ragged_costs=ragged_costs)
         return cls(caps, ragged_costs, flattens_all=full_step.form is DecodeForm.FLATTENED)
@@ -72,6 +70,11 @@ class StepPlanner:
         if self.flattens_all and plan.form is DecodeForm.NATIVE:
             return dataclasses.replace(plan, form=DecodeForm.FLATTENED)
         return plan
+
+
+def without_groups(caps: PagedMQALogitsCapabilities) -> PagedMQALogitsCapabilities:
+    """Return capabilities under which no form but our Hopper kernel's can be planned."""
+    return dataclasses.replace(caps, native_next_n=frozenset(), paired_next_n=frozenset(), supports_varlen=False)
 
 
 def plannable_backends(config: IndexerConfig, caps: PagedMQALogitsCapabilities) -> frozenset[LogitsBackend]:

@@ -8,11 +8,14 @@ import torch
 
 from vllm_dsa.kernels.cuda_launch import byte_tensor_map, launch, launch_config
 from vllm_dsa.kernels.jit import KernelVariant, load_kernel
+from vllm_dsa.platform import current_device
 
 HEAD_DIM = 128
 NUM_HEADS = (64, 32, 16)
 BLOCK_SIZES = (64, 32)
 OUT_DTYPES = (torch.float32, torch.bfloat16)
+# Query rows of a request that one read of its K serves.
+PASS_ROWS = 8
 # Requests whose schedule a CTA keeps in shared memory; a larger batch is launched in parts.
 MAX_REQUESTS = 2048
 # The kernel's cost units of a launch fit 32 bits while its logits are no more than this.
@@ -147,6 +150,7 @@ def _variant(num_heads: int, block_size: int, out_dtype: torch.dtype) -> KernelV
             ("HEADS", str(num_heads)),
             ("BLOCK_SIZE", str(block_size)),
             ("OUT_BF16", str(int(out_dtype == torch.bfloat16))),
+            ("PASS_ROWS", str(PASS_ROWS)),
             ("MAX_REQUESTS", str(MAX_REQUESTS)),
         ),
     )
@@ -160,12 +164,12 @@ def _packed_costs(num_heads: int) -> int:
 def _requests_per_launch(num_rows: int, width: int) -> int:
     """Return how many requests a launch takes so that their cost units stay below 2^32, whatever their depths."""
     tiles = max(1, -(-width // 64))
-    return max(1, min(MAX_REQUESTS, (2**32 - 1) // (255 * tiles) - num_rows // 8))
+    return max(1, min(MAX_REQUESTS, (2**32 - 1) // (255 * tiles) - num_rows // PASS_ROWS))
 
 
 @functools.cache
 def _num_sms(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return current_device(device).num_sms
 
 
 @functools.lru_cache(maxsize=256)

@@ -4,8 +4,7 @@ import enum
 
 from vllm_dsa.deep_gemm_wrapper import DeepGemmUnavailableError, PagedMQALogitsCapabilities
 from vllm_dsa.kernels.sm90_paged_mqa_logits import BLOCK_SIZES, HEAD_DIM, NUM_HEADS
-
-_HOPPER = 9
+from vllm_dsa.platform import HOPPER
 
 
 class LogitsBackend(enum.Enum):
@@ -75,7 +74,7 @@ def resolve_logits_backends(
 
 
 def _sm90_obstacle(caps: PagedMQALogitsCapabilities, block_size: int, num_heads: int, head_dim: int) -> str | None:
-    if caps.arch_family != _HOPPER:
+    if caps.arch_family != HOPPER:
         return f"needs a Hopper GPU (sm90), got {caps.arch}"
     for name, value, allowed in (
         ("num_heads", num_heads, NUM_HEADS),

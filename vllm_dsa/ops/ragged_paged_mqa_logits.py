@@ -22,7 +22,7 @@ from vllm_dsa.ops._checks import (
     check_values,
 )
 from vllm_dsa.ops.logits_backend import LogitsBackend
-from vllm_dsa.platform import check_current_device, current_device
+from vllm_dsa.platform import HOPPER, check_current_device, current_device
 
 _INT32 = (torch.int32,)
 # What one TMA copy and one 128-bit load need.
@@ -148,7 +148,7 @@ def ragged_paged_mqa_logits(
 
 @functools.cache
 def _is_hopper(device: torch.device) -> bool:
-    return current_device(device).family == 9
+    return current_device(device).family == HOPPER
 
 
 def _num_requests(query_start_loc: torch.Tensor) -> int:
