@@ -132,6 +132,7 @@ __device__ __forceinline__ void feed_queries(const Launch& launch, const Schedul
             phases ^= 1 << half;
             ptx::mbarrier_expect_bytes(shared.q_full(half), rows * (QUERY_BYTES + WEIGHT_BYTES));
             load_queries(launch, shared.q(half), row, rows, shared.q_full(half));
+#pragma unroll 1  // cold code costs more than a branch
             for (int i = 0; i < rows; ++i) {
                 ptx::load_bytes(shared.weights(half) + i * WEIGHT_PITCH,
                                 launch.weights + static_cast<int64_t>(row + i) * HEADS, WEIGHT_BYTES,

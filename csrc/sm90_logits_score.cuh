@@ -189,7 +189,7 @@ class Scorer {
 };
 
 // One warpgroup's part of a pass. Few rows take two tiles at a turn, which halves what a turn costs besides,
-// unless there are so few tiles that the other warpgroup would have none.
+// unless there are so few tiles that the other warpgroup would have none, or it has the pass's other rows.
 template <int ROWS>
 __device__ __forceinline__ void score(const Launch& launch, const Shared& shared, const Pass& pass, int group,
                                       int half, uint32_t index) {
@@ -198,7 +198,7 @@ __device__ __forceinline__ void score(const Launch& launch, const Shared& shared
     constexpr int UNROLLED = TAKES_PAIRS ? 1 : 2;  // spares a turn what does not change from tile to tile
     const Scorer<ROWS> scorer(launch, shared, pass, group, half, index);
     const int tiles = pass.tile_end - pass.tile_begin;
-    if (TAKES_PAIRS && tiles >= FEW_TILES) {
+    if (TAKES_PAIRS && !pass.splits_rows() && tiles >= FEW_TILES) {
         int tile = 2 * group;
         for (; tile + 1 < tiles; tile += 4) scorer.template score<2>(tile);
         if (tile < tiles) scorer.template score<1>(tile);

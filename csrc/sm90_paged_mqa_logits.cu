@@ -29,7 +29,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                         table_stride, out,      out_stride,   table_width,     width,
                         fill_to,      num_reqs, num_rows,     early_kv != 0};
     const Shared shared{ptx::shared_address(shared_memory)};
-    prefetch(launch);
     // All barriers lie in a row, so a thread makes each. A slot is empty when a lane of each of eight warps
     // has said so, or two each of four; the others have one arrival.
     if (threadIdx.x < NUM_BARRIERS) {
@@ -37,6 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         ptx::mbarrier_init(shared.full(threadIdx.x), is_empty ? 8 : 1);
         ptx::mbarrier_init_fence();
     }
+    prefetch(launch);  // after the fence, which waits for all that its threads have asked for
     if (!launch.early_kv) ptx::wait_for_predecessor();
     const Schedule schedule = make_schedule(launch, shared_memory, pass_costs);
 

@@ -26,6 +26,7 @@ from vllm_dsa.ops import IndexKCacheLayout, LogitsBackend
 
 CPU = torch.device("cpu")
 SM90 = planned_capabilities("sm90")
+THEIRS = StepCosts((1, 2, 4), (1.0, 1.2, 2.0))
 
 
 def synthetic_rows(costs, case, us_per_pass=100.0):
@@ -200,14 +201,17 @@ class TestRaggedCosts:
             found += logits_rows(case, forms, timings, IndexKCacheLayout(), 64, 4000.0)
         return found
 
-    def test_they_are_in_passes_of_one_row_by_deep_gemm(self):
-        costs = ragged_costs(self.rows({1: 210.0, 3: 300.0, 8: 700.0}))
-        assert costs == StepCosts((1, 3, 8), (1.05, 1.5, 3.5))
+    def test_they_are_the_best_other_forms_costs_in_proportion_to_the_times(self):
+        costs = ragged_costs(self.rows({1: 210.0, 3: 300.0, 8: 700.0}), THEIRS)
+        assert costs == StepCosts((1, 3, 8), (1.05, 3.0, 7.0))
 
     def test_the_median_over_cells_and_none_without_ours(self):
         rows = self.rows({1: 200.0, 2: 220.0}) + self.rows({1: 50.0, 2: 60.0}, batch=1)
-        assert ragged_costs(rows) == StepCosts((1, 2), (1.0, 1.15))
-        assert ragged_costs([row for row in rows if row.variant != "sm90"]) is None
+        assert ragged_costs(rows, THEIRS) == StepCosts((1, 2), (1.0, 1.38))
+        assert ragged_costs([row for row in rows if row.variant != "sm90"], THEIRS) is None
+
+    def test_short_cells_do_not_count(self):
+        assert ragged_costs(self.rows({1: 19.0}, batch=1), THEIRS) is None
 
 
 class TestResults:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from vllm_dsa import ops, reference
+from vllm_dsa.bench.timing import syncs_with_host
 from vllm_dsa.kernels import fold_q as fold_q_module
 from vllm_dsa.kernels.fold_q import launch_fold_q
 from vllm_dsa.reference import Q_AMAX_FLOOR, RopeStyle, ScaleFormat, make_cos_sin
@@ -290,11 +291,7 @@ def test_captured_graph_follows_new_queries_and_rows(generator):
     ops.fold_q(**static, **how)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        ops.fold_q(**static, **how)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert not syncs_with_host(lambda: ops.fold_q(**static, **how))
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

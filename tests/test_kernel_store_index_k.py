@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from vllm_dsa import ops, reference
+from vllm_dsa.bench.timing import syncs_with_host
 from vllm_dsa.kernels.store_index_k import launch_store_index_k
 from vllm_dsa.reference import K_AMAX_FLOOR, IndexKCacheLayout, RopeStyle, ScaleFormat, make_cos_sin
 
@@ -171,11 +172,7 @@ def test_captured_graph_follows_new_keys_and_slots(generator):
     ops.store_index_k(**static, cache=cache, slot_mapping=static_slots)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        ops.store_index_k(**static, cache=cache, slot_mapping=static_slots)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert not syncs_with_host(lambda: ops.store_index_k(**static, cache=cache, slot_mapping=static_slots))
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

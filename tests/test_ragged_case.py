@@ -56,3 +56,18 @@ def test_faults_are_seen(seed):
     nan = good.clone()
     nan[row, 0] = float("nan")
     assert case.faults(nan)
+
+
+def test_many_small_errors_are_seen_where_each_is_within_the_bound(seed):
+    shape = RaggedShape((4, 4, 4), 300)
+    case = RaggedCase(shape, seed, torch.device("cpu"))
+    expected, bounds = case.expected()
+    good = twin_logits(case, shape.longest)
+    live = torch.arange(shape.longest) < case.context_lens.unsqueeze(1)
+    bad = torch.where(live, (expected + bounds / 2).float(), good)
+    (fault,) = case.faults(bad)
+    assert fault.startswith("too many logits are off")
+    one_bad = good.clone()
+    row = int(case.context_lens.argmax())
+    one_bad[row, 0] = bad[row, 0]
+    assert case.faults(one_bad) == []

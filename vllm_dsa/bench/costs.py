@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vllm_dsa.bench.forms import FLATTENED, OURS, RAGGED
+from vllm_dsa.bench.forms import OURS, RAGGED
 from vllm_dsa.bench.logits import LogitsRow
 from vllm_dsa.bench.verdict import SHORTEST_US, cells
 from vllm_dsa.indexer import StepCosts
@@ -45,31 +45,33 @@ def source_line(costs: StepCosts) -> str:
     return f"StepCosts(group_sizes=({sizes}{comma}), costs=({values}{comma}))"
 
 
-def ragged_costs(rows: Iterable[LogitsRow]) -> StepCosts | None:
-    """Return what a request costs our kernel by its depth, in passes of one row by DeepGEMM; ``None`` without rows.
+def ragged_costs(rows: Iterable[LogitsRow], costs: StepCosts) -> StepCosts | None:
+    """Return what a request costs our kernel by its depth; ``None`` without rows of it.
 
-    The median over contexts and batches, of the uniform steps whose one-row pass takes over 20 us.
+    A cell's cost is that of the fastest other form by `costs`, times our time over its time: so the planner chooses
+    between the two as the times would. The median over contexts and batches, of uniform steps of over 20 us.
 
     Parameters
     ----------
     rows : iterable of LogitsRow
-        From ``bench logits``, depth 1 among the cases.
+        From ``bench logits``.
+    costs : StepCosts
+        Of the other forms.
     """
-    all_rows = list(rows)
-    one_row_us = {
-        (row.context, row.batch): row.median_us
-        for row in all_rows
-        if row.case == "n=1" and row.variant == FLATTENED and row.median_us > SHORTEST_US
-    }
-    ratios: dict[int, list[float]] = {}
-    for row in all_rows:
-        base = one_row_us.get((row.context, row.batch))
-        if row.variant == OURS and row.case == f"n={row.tokens // row.batch}" and base is not None:
-            ratios.setdefault(row.tokens // row.batch, []).append(row.median_us / base)
-    if not ratios:
+    found: dict[int, list[float]] = {}
+    for cell in cells(rows):
+        ours = next((row for row in cell.rows if row.variant == OURS), None)
+        others = [row for row in cell.rows if row.variant not in (RAGGED, OURS)]
+        if ours is None or not others or ours.case != f"n={ours.tokens // ours.batch}":
+            continue
+        best = min(others, key=lambda row: row.median_us)
+        if min(best.median_us, ours.median_us) > SHORTEST_US:
+            per_request = best.kv_reads / best.batch * costs.group_cost(best.group_size)
+            found.setdefault(ours.tokens // ours.batch, []).append(per_request * ours.median_us / best.median_us)
+    if not found:
         return None
-    depths = tuple(sorted(ratios))
-    return StepCosts(depths, tuple(round(float(np.median(ratios[depth])), 3) for depth in depths))
+    depths = tuple(sorted(found))
+    return StepCosts(depths, tuple(round(float(np.median(found[depth])), 3) for depth in depths))
 
 
 def fit_costs(rows: Iterable[LogitsRow]) -> CostFit:

@@ -11,8 +11,10 @@ from vllm_dsa.ops import IndexKCacheLayout
 from vllm_dsa.reference import gather_index_k
 
 TILE = 64
-# Hopper's FP8 tensor cores keep about 14 bits of a sum of products, counted from the largest of them.
-ACCUMULATION_ERROR = 2.0**-14
+# Hopper's FP8 tensor cores keep about 14 bits of a sum of products, counted from the largest of them. Of 5 million
+# logits the worst was off by 0.53 of this share of its products' sizes, and one of 13000 by more than a quarter of it.
+ACCUMULATION_ERROR = 2.0**-13
+_LARGE_ERROR, _MOST_LARGE_ERRORS = 0.25, 1e-3
 _POISON_PAGE = 0x7FFFFFFF
 _FP8_NAN = 0x7F
 _BORDERS = (0, 1, 63, 64, 65, 127, 128, 129)
@@ -103,16 +105,23 @@ class RaggedCase:
         width = out.shape[1]
         logits, bounds = (_fit(values, width) for values in self.expected())
         if out.dtype == torch.bfloat16:
-            bounds = bounds + logits.abs() * 2.0**-8
+            bounds = bounds + logits.abs() * 2.0**-8 / _LARGE_ERROR
         column = torch.arange(width, device=out.device)
+        errors = (out.double() - logits).abs()
         live = column < self.context_lens.clamp(min=0).unsqueeze(1)
         written = column < self.tile_ends.clamp(min=fill_to).unsqueeze(1)
         checks = {
-            "a logit is off": live & ~((out.double() - logits).abs() <= bounds),
+            "a logit is off": live & ~(errors <= bounds),
+            "too many logits are off": _if_many(live & ~(errors <= _LARGE_ERROR * bounds), of=live),
             "no -inf past a length": ~live & written & (out != float("-inf")),
             "written past the last tile": ~written & ~out.isnan(),
         }
         return [f"{what}, first at {wrong.nonzero()[0].tolist()}" for what, wrong in checks.items() if wrong.any()]
+
+
+def _if_many(wrong: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    # A few may be in a small case.
+    return wrong & (wrong.sum() > 3 + _MOST_LARGE_ERRORS * of.sum())
 
 
 def _random_lens(shape: RaggedShape, rng: np.random.Generator) -> np.ndarray:

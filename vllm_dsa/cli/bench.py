@@ -98,7 +98,7 @@ def logits(
             f"worst {fit.worst_loss:.1%}\nreproduce: {report.environment['command']} --costs",
             soft_wrap=True,
         )
-        ours = ragged_costs(report.rows)
+        ours = ragged_costs(report.rows, fit.costs)
         if ours is not None:
             console.print(f"our kernel: {source_line(ours)}", soft_wrap=True)
 

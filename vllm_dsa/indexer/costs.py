@@ -35,19 +35,17 @@ class StepCosts:
         return self.costs[-1] + slope * (group_size - self.group_sizes[-1])
 
 
-# H200, 64 heads, batch 64, context 32768 and 131072, cold L2 by reading, DeepGEMM nv_dev: a pass of one row takes
-# 75 and 253 us, of two 82 and 296 us (1.09x, 1.17x), of four 135 and 555 us (1.8x, 2.2x). Two rows ride on one KV
-# read almost for free; four are bound by the tensor cores.
-SM90_COSTS = StepCosts(group_sizes=(1, 2, 4), costs=(1.0, 1.226, 2.156))
+# Both tables: H200, 64 heads, contexts 4096 to 131072, batches 1 and 64, cold L2 by reading, DeepGEMM nv_dev; by
+# `vllm-dsa bench logits --costs` (docs/performance.md). Two rows ride on one KV read almost for free; four are bound by
+# the tensor cores.
+SM90_COSTS = StepCosts(group_sizes=(1, 2, 4), costs=(1.0, 1.141, 2.091))
 
 # Query rows that one pass of our Hopper kernel serves.
 SM90_ROWS_PER_PASS = PASS_ROWS
 
-# Our kernel on an H200, 64 heads, batch 64, context 32768 and 131072, each depth against DeepGEMM's best form of it in
-# the same run, at that form's cost in the table above: 1.005 of a single row, 1.03 of a pair, 0.83 and 0.995 of a four,
-# and at depth 8 0.98 of two fours. 5 to 7 are not measured since the last version of the kernel.
 SM90_KERNEL_COSTS = StepCosts(
-    group_sizes=tuple(range(1, SM90_ROWS_PER_PASS + 1)), costs=(1.005, 1.265, 1.78, 2.145, 2.88, 3.32, 3.74, 4.22)
+    group_sizes=tuple(range(1, SM90_ROWS_PER_PASS + 1)),
+    costs=(1.017, 1.172, 1.67, 2.002, 2.857, 3.056, 4.135, 4.078),
 )
 
 # Not measured: elsewhere a pass is taken as one KV read plus a tenth of it for each further row.

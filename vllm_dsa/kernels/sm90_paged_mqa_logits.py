@@ -37,12 +37,12 @@ _ARGUMENT_TYPES = (
 )
 
 # Cost of a tile of 64 tokens for 1 to 8 rows: the kernel divides a batch of mixed depths among the SMs by these, in
-# units that fit a byte. For 64 heads they are the times of uniform batches on an H200 (batch 64, context 32768, us; 5
-# to 7 rows between those of 4 and 8). A tile's work grows with its columns, so 32 heads cost what half of the rows do.
+# units that fit a byte. They are the times of uniform batches on an H200 (batch 64, context 32768, us); 16 heads, whose
+# work for a tile grows half as fast as that of 32, are set between.
 _PASS_COSTS = {
-    64: (76, 82, 112, 134, 172, 198, 225, 244),
-    32: (74, 76, 79, 82, 97, 112, 123, 134),
-    16: (73, 74, 75, 76, 78, 79, 81, 82),
+    64: (78, 82, 106, 128, 175, 190, 234, 234),
+    32: (78, 81, 85, 87, 99, 110, 123, 133),
+    16: (77, 78, 79, 80, 82, 83, 85, 87),
 }
 
 
