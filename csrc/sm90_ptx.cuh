@@ -111,6 +111,37 @@ __device__ __forceinline__ void prefetch_line(const void* address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
+// ---- clusters
+
+__device__ __forceinline__ int cluster_size() {
+    int size;
+    asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
+    return size;
+}
+
+__device__ __forceinline__ int cluster_rank() {
+    int rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// Of all threads of all CTAs; memory written before is seen after.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
+}
+
+// The same place in the memory of the cluster's first CTA.
+__device__ __forceinline__ uint32_t leader_address(uint32_t shared) {
+    uint32_t address;
+    asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(address) : "r"(shared));
+    return address;
+}
+
+__device__ __forceinline__ void store_cluster(uint32_t address, uint32_t value) {
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
 // ---- wgmma
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -31,7 +31,13 @@ def launch(config: Any, kernel: Any, arguments: tuple[object, ...], types: tuple
 
 @functools.lru_cache(maxsize=64)
 def launch_config(
-    num_ctas: int, threads: int, shared_bytes: int, stream: int, *, overlaps_predecessor: bool = False
+    num_ctas: int,
+    threads: int,
+    shared_bytes: int,
+    stream: int,
+    *,
+    overlaps_predecessor: bool = False,
+    cluster_size: int = 1,
 ) -> Any:
     """Return the driver's description of a launch.
 
@@ -43,6 +49,8 @@ def launch_config(
         The stream's handle.
     overlaps_predecessor : bool
         Programmatic dependent launch: the grid may start before the one before it has ended.
+    cluster_size : int
+        CTAs that run together and see each other's shared memory; divides `num_ctas`.
     """
     driver = _driver()
     config = driver.CUlaunchConfig()
@@ -50,11 +58,19 @@ def launch_config(
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = shared_bytes
     config.hStream = driver.CUstream(stream)
+    attributes = []
     if overlaps_predecessor:
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
-        config.attrs, config.numAttrs = [attribute], 1
+        attributes.append(attribute)
+    if cluster_size > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        shape = attribute.value.clusterDim
+        shape.x, shape.y, shape.z = cluster_size, 1, 1
+        attributes.append(attribute)
+    config.attrs, config.numAttrs = attributes, len(attributes)
     return config
 
 

@@ -13,6 +13,8 @@ _OPTIONS: dict[str, Any] = {
     # Otherwise a header in the working directory, which the key does not know, would be found.
     "no_source_include": True,
     "ptxas_options": ["-v"],
+    # NVRTC takes the call operator of a generic lambda for a host function without it.
+    "device_as_default_execution_space": True,
 }
 OPTION_TEXTS = tuple(f"{name}={value}" for name, value in _OPTIONS.items())
 

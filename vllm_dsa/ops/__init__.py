@@ -3,6 +3,7 @@
 ``VDSA_VALIDATE=1`` also checks values on the device (page ids, slots, lengths), at the price of a host sync.
 """
 
+from vllm_dsa.kernels.topk import SlotMap
 from vllm_dsa.ops.fold_q import fold_q
 from vllm_dsa.ops.index_k_cache import gather_index_k, store_index_k
 from vllm_dsa.ops.logits_backend import LogitsBackend, resolve_logits_backends
@@ -17,6 +18,7 @@ __all__ = [
     "LogitsBackend",
     "RopeStyle",
     "ScaleFormat",
+    "SlotMap",
     "fold_q",
     "gather_index_k",
     "mqa_logits",

@@ -1,9 +1,15 @@
 """Public operator: deterministic top-k of indexer logits."""
 
+import functools
+
 import torch
 
 from vllm_dsa import envs, reference
+from vllm_dsa.kernels.topk import LOGITS_DTYPES, MAX_K, MAX_LENGTH, SlotMap, launch_topk
 from vllm_dsa.ops._checks import FLOAT_DTYPES, check_int, check_tensor, check_values
+from vllm_dsa.platform import HOPPER, check_current_device, current_device
+
+_INT32 = (torch.int32,)
 
 
 def topk_indices(
@@ -13,6 +19,8 @@ def topk_indices(
     *,
     starts: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
+    slots: SlotMap | None = None,
 ) -> torch.Tensor:
     """Return the indices of the k highest logits of each row's window, in ascending order.
 
@@ -22,43 +30,111 @@ def topk_indices(
         (rows, width) float32, bfloat16, float16 or float64, last stride 1, any device. Only the window of a
         row counts.
     lengths : torch.Tensor
-        (rows,) int32, same device: tokens of the window; clamped to ``[0, width - start]``.
+        (rows,) int32, same device: tokens of the window; clamped to ``[0, width - start]``. A row that is no longer
+        than k is chosen whole, without its logits being read: they need not have been written.
     k : int
         Tokens to choose, at least 1; may be more than width.
     starts : torch.Tensor, optional
         (rows,) int32, same device: first column of the window; default 0.
     out : torch.Tensor, optional
         (rows, k) int32, last stride 1, same device; overwritten, every element of it.
+    values : torch.Tensor, optional
+        (rows, k) float32, last stride 1, same device: overwritten with the logits of the chosen tokens, in the order of
+        the result, and -inf past them.
+    slots : SlotMap, optional
+        Return slots of a paged cache in place of indices: ``block_table[request, i // block_size] * block_size + i %
+        block_size`` for index i.
 
     Returns
     -------
     torch.Tensor
         (rows, k) int32 (or `out`), relative to the row's start. The first ``min(length, k)`` of a row are
-        unique, in range and ascending; the rest is -1.
+        unique, in range and ascending (by index, also where slots are returned); the rest is -1.
 
     Raises
     ------
     TypeError, ValueError
         If an argument has a type, dtype, shape, stride, device or range that is not allowed; with
         ``VDSA_VALIDATE=1`` also if a start is not within 0 to width. Nothing is written then.
+    RuntimeError
+        If the tensors are on another CUDA device than the current one.
 
     Notes
     -----
     The highest value wins and ties go to the lowest index. ``-0.0`` equals ``0.0``; NaN ranks below
     ``-inf``. The result of a row depends on that row alone, so it is the same on every rank and in every
-    batch. Not checked otherwise: values of `starts`. The torch backend syncs on a GPU, so it is not
-    capturable in a CUDA graph. Source: this project's rule on order and ties.
+    batch. Not checked otherwise: values of `starts`, requests of rows and the block table's columns. On Hopper float32
+    and bfloat16 rows of up to 2**20 logits and k up to 2048 take one launch, without host sync and with `out` without
+    allocation: graph safe. Everything else is the torch twin, which allocates and syncs on a GPU, so it is not
+    capturable in a CUDA graph. Source: this project's rule on order and ties, and `vllm_dsa.kernels.topk`.
     """
     check_tensor("logits", logits, dtypes=(*FLOAT_DTYPES, torch.float64), shape=(None, None))
     num_rows, width = logits.shape
-    check_tensor("lengths", lengths, dtypes=(torch.int32,), shape=(num_rows,), device=logits.device)
+    device = logits.device
+    check_tensor("lengths", lengths, dtypes=_INT32, shape=(num_rows,), device=device)
     check_int("k", k, at_least=1)
     if starts is not None:
-        check_tensor("starts", starts, dtypes=(torch.int32,), shape=(num_rows,), device=logits.device)
+        check_tensor("starts", starts, dtypes=_INT32, shape=(num_rows,), device=device)
     if out is not None:
-        check_tensor("out", out, dtypes=(torch.int32,), shape=(num_rows, k), device=logits.device)
+        check_tensor("out", out, dtypes=_INT32, shape=(num_rows, k), device=device)
+    if values is not None:
+        check_tensor("values", values, dtypes=(torch.float32,), shape=(num_rows, k), device=device)
+    if slots is not None:
+        _check_slots(slots, num_rows, device)
+    if logits.is_cuda:
+        check_current_device(device)
+    if out is None:
+        out = logits.new_empty((num_rows, k), dtype=torch.int32)
     if num_rows == 0:
-        return logits.new_empty((0, k), dtype=torch.int32) if out is None else out
+        return out
     if starts is not None and envs.get("VDSA_VALIDATE"):
         check_values("starts", starts, (starts < 0) | (starts > width), f"0 to {width}")
-    return reference.topk_indices(logits, lengths, k, starts=starts, out=out)
+    if _takes(logits, lengths, starts, k):
+        launch_topk(logits, lengths, k, out, starts=starts, values=values, slots=slots)
+    else:
+        _run_twin(logits, lengths, k, starts, out, values, slots)
+    return out
+
+
+def _takes(logits: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor | None, k: int) -> bool:
+    """Whether the Hopper kernel takes these arguments."""
+    return (
+        logits.is_cuda
+        and logits.dtype in LOGITS_DTYPES
+        and k <= MAX_K
+        and 0 < logits.shape[1] <= MAX_LENGTH
+        and lengths.is_contiguous()
+        and (starts is None or starts.is_contiguous())
+        and _is_hopper(logits.device)
+    )
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return current_device(device).family == HOPPER
+
+
+def _run_twin(
+    logits: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    starts: torch.Tensor | None,
+    out: torch.Tensor,
+    values: torch.Tensor | None,
+    slots: SlotMap | None,
+) -> None:
+    reference.topk_indices(logits, lengths, k, starts=starts, out=out)
+    if values is not None:
+        values.copy_(reference.logits_of_indices(logits, out, starts))
+    if slots is not None:
+        out.copy_(reference.slots_of_indices(out, slots.block_table, slots.block_size, slots.request_of_row))
+
+
+def _check_slots(slots: SlotMap, num_rows: int, device: torch.device) -> None:
+    rows = num_rows if slots.request_of_row is None else None
+    check_tensor("slots.block_table", slots.block_table, dtypes=_INT32, shape=(rows, None), device=device)
+    check_int("slots.block_size", slots.block_size, at_least=1)
+    if slots.request_of_row is not None:
+        check_tensor("slots.request_of_row", slots.request_of_row, dtypes=_INT32, shape=(num_rows,), device=device)
+        if not slots.request_of_row.is_contiguous():
+            raise ValueError("slots.request_of_row is not contiguous; allowed: a contiguous tensor")

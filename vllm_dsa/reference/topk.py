@@ -53,6 +53,62 @@ def topk_indices(
     return out
 
 
+def logits_of_indices(logits: torch.Tensor, indices: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the logits of chosen tokens.
+
+    Parameters
+    ----------
+    logits : torch.Tensor
+        (rows, width), any float dtype.
+    indices : torch.Tensor
+        (rows, k) int32 from `topk_indices`, same device.
+    starts : torch.Tensor, optional
+        (rows,) int32, first column of each row's window; default 0.
+
+    Returns
+    -------
+    torch.Tensor
+        (rows, k) float32, -inf where the index is -1.
+    """
+    columns = indices.long() if starts is None else indices.long() + starts.unsqueeze(1)
+    if logits.shape[1] == 0:
+        return torch.full(indices.shape, float("-inf"), device=logits.device)
+    found = logits.gather(1, columns.clamp(0, logits.shape[1] - 1)).float()
+    return found.masked_fill(indices < 0, float("-inf"))
+
+
+def slots_of_indices(
+    indices: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    request_of_row: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the slots of a paged cache that chosen tokens are in.
+
+    Parameters
+    ----------
+    indices : torch.Tensor
+        (rows, k) int32 from `topk_indices`.
+    block_table : torch.Tensor
+        (R, W) int32 page ids, same device. Only the columns of chosen tokens matter.
+    block_size : int
+        Tokens of a page.
+    request_of_row : torch.Tensor, optional
+        (rows,) int32 rows of the table, same device; by default row i is request i.
+
+    Returns
+    -------
+    torch.Tensor
+        (rows, k) int32, -1 where the index is -1.
+    """
+    if block_table.shape[1] == 0:
+        return torch.full_like(indices, -1)
+    table = block_table if request_of_row is None else block_table[request_of_row.long()]
+    pages = (indices.clamp(min=0) // block_size).clamp(max=table.shape[1] - 1)
+    slots = table.gather(1, pages.long()) * block_size + indices % block_size
+    return slots.masked_fill(indices < 0, -1)
+
+
 def _write_topk(logits: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, k: int, out: torch.Tensor) -> None:
     column = torch.arange(logits.shape[1], device=logits.device)
     start = starts.to(torch.int64).unsqueeze(1)

@@ -1,0 +1,148 @@
+"""Launcher of ``csrc/topk.cu``: exact top-k of rows of logits, ties to the lowest index, on Hopper."""
+
+import ctypes
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from vllm_dsa.kernels.cuda_launch import launch, launch_config
+from vllm_dsa.kernels.jit import KernelVariant, load_kernel
+from vllm_dsa.platform import current_device
+
+LOGITS_DTYPES = (torch.float32, torch.bfloat16)
+MAX_K = 2048
+# Longest window of a row: 8192 groups of at most 128 logits.
+MAX_LENGTH = 1 << 20
+# Logits in one of `group_maxima`.
+MAXIMA_GROUP = 16
+
+_THREADS = 512
+_MAX_GROUPS = 8192
+# Of the kernel's `Shared`: group keys, 16 warps of 512 kept keys and positions, chosen groups, histogram, sums.
+_SHARED_BYTES = 4 * (_MAX_GROUPS + 4) + 8 * 16 * 512 + 2 * MAX_K + 4 * 256 + 4 * 2 * 16 + 4 * 3
+# A CTA of a cluster reads at least so many logits: its start costs as much as their reading.
+_LOGITS_PER_CTA = 4096
+
+_POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+_ARGUMENT_TYPES = (
+    *(_POINTER, _INT64, _INT32, _POINTER, _POINTER),  # logits, stride, width, lengths, starts
+    *(_POINTER, _INT64),  # maxima, stride
+    *(_INT32, _POINTER, _INT64, _POINTER, _INT64),  # k, indices, stride, values, stride
+    *(_POINTER, _INT64, _POINTER, _INT32),  # block_table, stride, request_of_row, block_size
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMap:
+    """Turns a token of a row into a slot of a paged cache.
+
+    Attributes
+    ----------
+    block_table : torch.Tensor
+        ``(R, W)`` int32 page ids, last stride 1.
+    block_size : int
+        Tokens of a page: token ``t`` is at ``block_table[request, t // block_size] * block_size + t % block_size``.
+    request_of_row : torch.Tensor or None
+        ``(rows,)`` int32 rows of the table; None if row ``i`` is request ``i``.
+    """
+
+    block_table: torch.Tensor
+    block_size: int
+    request_of_row: torch.Tensor | None = None
+
+
+def launch_topk(
+    logits: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    out: torch.Tensor,
+    *,
+    starts: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
+    slots: SlotMap | None = None,
+    group_maxima: torch.Tensor | None = None,
+    cluster_size: int | None = None,
+) -> None:
+    """Choose the k highest logits of each row's window.
+
+    Parameters
+    ----------
+    logits : torch.Tensor
+        ``(rows, width)`` float32 or bfloat16, last stride 1, any row stride; up to 12 bytes beside a window are read,
+        within the 16 bytes that hold its ends.
+    lengths : torch.Tensor
+        ``(rows,)`` int32: tokens of the window, clamped to ``[0, width - start]``; at most `MAX_LENGTH`.
+    k : int
+        1 to `MAX_K`.
+    out : torch.Tensor
+        ``(rows, k)`` int32, last stride 1: indices relative to the start (or slots), ascending by index; then -1.
+    starts : torch.Tensor, optional
+        ``(rows,)`` int32: first column of the window, 0 to width.
+    values : torch.Tensor, optional
+        ``(rows, k)`` float32, last stride 1: the logits of `out`, -inf where that is -1.
+    slots : SlotMap, optional
+        Write slots of a paged cache in place of indices.
+    group_maxima : torch.Tensor, optional
+        ``(rows, >= width / 16)`` float32, last stride 1: the largest logit of each 16 neighbours of a row below its
+        length, as `launch_sm90_paged_mqa_logits` writes them. Where they help, of the row only the chosen groups are
+        read. Not with `starts`.
+    cluster_size : int, optional
+        CTAs that share a row's reading, a power of two up to 8; chosen by rows and width. For tests.
+
+    Notes
+    -----
+    One launch, no allocation, no host sync, no state; graph safe, since nothing of the grid depends on values on the
+    device. Arguments are not checked here.
+    """
+    num_rows, width = logits.shape
+    kernel = load_kernel(_variant(logits.dtype), dynamic_shared_bytes=_SHARED_BYTES)
+    if cluster_size is None:
+        cluster_size = _cluster_size(num_rows, width, _num_sms(torch.cuda.current_device()))
+    config = launch_config(
+        num_rows * cluster_size,
+        _THREADS,
+        _SHARED_BYTES,
+        torch.cuda.current_stream().cuda_stream,
+        cluster_size=cluster_size,
+    )
+    block_table = None if slots is None else slots.block_table
+    arguments = (
+        *(logits.data_ptr(), logits.stride(0), width, lengths.data_ptr(), _pointer(starts)),
+        *(_pointer(group_maxima), _row_stride(group_maxima)),
+        *(k, out.data_ptr(), out.stride(0), _pointer(values), _row_stride(values)),
+        *(_pointer(block_table), _row_stride(block_table)),
+        *(_pointer(None if slots is None else slots.request_of_row), 1 if slots is None else slots.block_size),
+    )
+    launch(config, kernel, arguments, _ARGUMENT_TYPES)
+
+
+def variants() -> tuple[KernelVariant, ...]:
+    """Return every variant that a launch can ask for."""
+    return tuple(_variant(dtype) for dtype in LOGITS_DTYPES)
+
+
+@functools.cache
+def _variant(dtype: torch.dtype) -> KernelVariant:
+    return KernelVariant(source="topk", symbol="topk", macros=(("LOGITS_BF16", str(int(dtype == torch.bfloat16))),))
+
+
+@functools.cache
+def _num_sms(device: int) -> int:
+    return current_device(device).num_sms
+
+
+def _cluster_size(num_rows: int, width: int, num_sms: int) -> int:
+    """Return how many CTAs read a row: as many as keep the SMs busy and have enough to read."""
+    if width <= _MAX_GROUPS:
+        return 1
+    most = min(num_sms // num_rows, width // _LOGITS_PER_CTA, 8)
+    return 1 << max(0, most.bit_length() - 1)
+
+
+def _pointer(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _row_stride(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.stride(0)
