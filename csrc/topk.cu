@@ -14,22 +14,31 @@
 #include "topk_row.cuh"
 #include "topk_select.cuh"
 
+// The launch's output arguments, which stay where they are until a result is put.
 struct Output {
     int* indices;
+    int64_t indices_stride;
     float* values;
-    const int* table;
+    int64_t values_stride;
+    const int* block_table;
+    int64_t table_stride;
+    const int* request_of_row;
     int block_size;
 
     __device__ __forceinline__ void put(const Row& row, int slot, int index) const {
         int result = index;
-        if (table != nullptr) result = table[index / block_size] * block_size + index % block_size;
-        indices[slot] = result;
-        if (values != nullptr) values[slot] = row.value(row.lead + index);
+        if (block_table != nullptr) {
+            const int request = request_of_row == nullptr ? row.number : request_of_row[row.number];
+            result =
+                block_table[request * table_stride + index / block_size] * block_size + index % block_size;
+        }
+        indices[row.number * indices_stride + slot] = result;
+        if (values != nullptr) values[row.number * values_stride + slot] = row.value(row.lead + index);
     }
 
-    __device__ __forceinline__ void clear(int slot) const {
-        indices[slot] = -1;
-        if (values != nullptr) values[slot] = __int_as_float(0xff800000);
+    __device__ __forceinline__ void clear(const Row& row, int slot) const {
+        indices[row.number * indices_stride + slot] = -1;
+        if (values != nullptr) values[row.number * values_stride + slot] = __int_as_float(0xff800000);
     }
 };
 
@@ -39,37 +48,27 @@ __device__ __forceinline__ void put_all(const Row& row, const Output& out, int k
         if (slot < row.length) {
             out.put(row, slot, slot);
         } else {
-            out.clear(slot);
+            out.clear(row, slot);
         }
     }
 }
 
 __device__ __forceinline__ void choose(const Row& row, const Output& out, Shared& shared, int k) {
-    const int count = row.num_groups();
-    const auto keys = [&](auto visit) {
-        for (int i = threadIdx.x; i < count; i += THREADS) visit(shared.keys[i]);
-    };
-    const auto ordered = [&](auto visit) {
-        const int part = (count + WARPS - 1) / WARPS, begin = warp_index() * part;
-        const int end = min(begin + part, count);
-        for (int first = begin; first < end; first += 32) {
-            const int i = first + lane_index();
-            visit(i < end ? shared.keys[i] : 0u, i);
-        }
-    };
-    const Threshold best_groups = find_threshold(shared, keys, k);
-    if (row.group == 1) {
-        take(shared, ordered, best_groups, [&](int slot, int i) { out.put(row, slot, i - row.lead); });
+    const GroupKeys groups(shared, row.num_groups());
+    const Range range = find_range(shared, groups);
+    const int most_groups = row.group_shift == 0 ? k : k + MAX_CHOSEN_GROUPS - MAX_K;
+    const Threshold best_groups = find_threshold(shared, groups, range, k, most_groups);
+    take(shared, groups, best_groups, [&](int slot, int i) { shared.groups[slot] = i; });
+    if (threadIdx.x < 256) shared.histogram[0][threadIdx.x] = 0;
+    __syncthreads();
+    if (row.group_shift == 0) {
+        for (int slot = threadIdx.x; slot < k; slot += THREADS)
+            out.put(row, slot, shared.groups[slot] - row.lead);
         return;
     }
-    take(shared, ordered, best_groups, [&](int slot, int i) { shared.groups[slot] = i; });
-    __syncthreads();
-    Candidates candidates(row, shared, k, best_groups.lowest());
-    const bool were_kept = candidates.gather();
-    const auto each = [&](auto visit) { candidates.each(were_kept, visit); };
-    const auto each_key = [&](auto visit) { each([&](uint32_t key, int) { visit(key); }); };
-    const Threshold best = find_threshold(shared, each_key, k);
-    take(shared, each, best, [&](int slot, int position) { out.put(row, slot, position - row.lead); });
+    const Candidates candidates(row, shared, best_groups.chosen, best_groups.lowest());
+    const Threshold best = find_threshold(shared, candidates, {best_groups.lowest(), range.high}, k, k);
+    take(shared, candidates, best, [&](int slot, int i) { out.put(row, slot, i - row.lead); });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -80,35 +79,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     extern __shared__ __align__(16) uint8_t shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
     const int cluster_size = ptx::cluster_size(), rank = ptx::cluster_rank();
-    const int number = blockIdx.x / cluster_size;
     ptx::wait_for_predecessor();
-    const Row row(logits + number * stride, width, lengths[number], starts == nullptr ? 0 : starts[number],
-                  k);
-
-    const bool shares = cluster_size > 1 && row.is_shared();
-    if (shares) ptx::cluster_sync();  // the leader has started, so its memory may be written
-    if (rank == 0 || shares) {
-        const int parts = shares ? cluster_size : 1;
-        if (row.length > k) {
-            if (maxima != nullptr && row.takes_maxima()) {
-                if (rank == 0) read_maxima(row, shared, maxima + number * maxima_stride);
-            } else {
-                read_row(row, shared, rank, parts);
-            }
+    const int number = blockIdx.x / cluster_size;
+    const Row row(number, logits + number * stride, width, lengths[number],
+                  starts == nullptr ? 0 : starts[number]);
+    const bool chooses = row.length > k;
+    // A short row is the leader's alone, and so are the maxima.
+    const bool has_maxima = maxima != nullptr && row.takes_maxima();
+    const bool is_shared = chooses && row.is_shared() && !has_maxima && cluster_size > 1;
+    if (is_shared) {
+        ptx::cluster_sync();  // the leader has started, so its memory may be written
+        read_groups(row, shared, rank, cluster_size);
+        ptx::cluster_sync();
+    } else if (chooses && rank == 0) {
+        if (has_maxima) {
+            read_maxima(row, shared, maxima + number * maxima_stride);
+        } else if (row.is_shared()) {
+            read_groups(row, shared, 0, 1);
+        } else {
+            read_logits(row, shared);
         }
+        __syncthreads();
     }
-    if (shares) ptx::cluster_sync();
     if (rank != 0) return;
-    __syncthreads();
 
-    const int request = request_of_row == nullptr ? number : request_of_row[number];
-    const Output out{indices + number * indices_stride,
-                     values == nullptr ? nullptr : values + number * values_stride,
-                     block_table == nullptr ? nullptr : block_table + request * table_stride, block_size};
-    if (row.length <= k) {
-        put_all(row, out, k);
-    } else {
+    const Output out{indices,     indices_stride, values,         values_stride,
+                     block_table, table_stride,   request_of_row, block_size};
+    if (chooses) {
         choose(row, out, shared, k);
+    } else {
+        put_all(row, out, k);
     }
     ptx::launch_dependents();
 }

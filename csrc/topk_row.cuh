@@ -1,15 +1,17 @@
-// topk: a row in groups of neighbours, their largest keys, and what is read again.
+// topk: a row in groups of neighbours, and their largest keys.
 #pragma once
 
 #include "sm90_ptx.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32;
 constexpr int MAX_K = 2048;
-// A row has up to this many groups, and one more where it starts within a group.
 constexpr int MAX_GROUPS = 8192;
-// Keys that a warp keeps of the groups it reads again.
+// Some more than k, so that the last of them need not be told apart.
+constexpr int MAX_CHOSEN_GROUPS = MAX_K + 512;
+// Keys that a warp keeps of the groups that it reads again.
 constexpr int KEPT = 512;
-constexpr int QUAD = 4;
+constexpr int QUAD_SHIFT = 2, QUAD = 1 << QUAD_SHIFT;
+constexpr int MAXIMA_SHIFT = 4;
 
 #if LOGITS_BF16
 using Logit = uint16_t;
@@ -27,203 +29,154 @@ __device__ __forceinline__ float to_float(Logit value) { return value; }
 
 __device__ __forceinline__ int lane_index() { return threadIdx.x & 31; }
 __device__ __forceinline__ int warp_index() { return threadIdx.x >> 5; }
+__device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fffffff); }
 
 // In the order of the logits: -0.0 equals 0.0, NaN is below -inf, and 0 is what is no logit of the row.
 __device__ __forceinline__ uint32_t sortable(float value) {
     const uint32_t bits = __float_as_uint(value + 0.f);
-    const uint32_t key = bits >> 31 ? ~bits : bits | 0x80000000u;
+    const uint32_t key = bits ^ (uint32_t(int(bits) >> 31) | 0x80000000u);
     return value != value ? 1u : key;
 }
 
+// Threads that read runs of 4, 8 or 16 words meet in one bank without a gap after every 32.
+__device__ __forceinline__ constexpr int padded(int word) { return word + word / 32; }
+
+// Whether a logit's key is at least another key, told without making its own.
+class Floor {
+   public:
+    __device__ __forceinline__ explicit Floor(uint32_t key) : takes_all_(key <= 1) {
+        constexpr uint32_t KEY_OF_MINUS_INFINITY = 0x007fffffu;
+        key = max(key, KEY_OF_MINUS_INFINITY);
+        floor_ = __uint_as_float(key >> 31 ? key ^ 0x80000000u : ~key);
+    }
+
+    __device__ __forceinline__ uint32_t is_reached(float value) const {
+        return value >= floor_ || takes_all_;
+    }
+
+   private:
+    bool takes_all_;
+    float floor_;
+};
+
 struct Shared {
-    uint32_t keys[MAX_GROUPS + QUAD];
+    uint32_t keys[padded(MAX_GROUPS)];
     uint32_t kept_keys[WARPS][KEPT];
     int kept_positions[WARPS][KEPT];
-    uint16_t groups[MAX_K];
-    int histogram[256];
-    int above[WARPS], equal[WARPS];
+    uint16_t groups[MAX_CHOSEN_GROUPS];
+    alignas(16) int histogram[2][256];
+    uint32_t smallest[WARPS], largest[WARPS];
+    uint32_t counts[WARPS];
     int digit, rest, digit_count;
 };
 
 // The window of a row that may be chosen from. Positions count from the 16 (bfloat16: 8) aligned bytes that
 // hold its first logit, which is at position `lead`.
 struct Row {
+    int number;
     const Logit* base;
-    int lead, length, group;  // logits of a group: 1, or a power of two from 4
+    int lead, length, group_shift;  // groups of 1, or of a power of two from 4
 
-    __device__ __forceinline__ Row(const Logit* row, int width, int wanted, int start, int k) {
+    __device__ __forceinline__ Row(int number, const Logit* row, int width, int wanted, int start)
+        : number(number) {
         const Logit* first = row + start;
         lead = reinterpret_cast<uint64_t>(first) / sizeof(Logit) % QUAD;
         base = first - lead;
         length = max(0, min(wanted, width - start));
-        group = 1;
-        if (length > MAX_GROUPS) {
-            group = QUAD;
-            while (length > MAX_GROUPS * group) group *= 2;
+        group_shift = 0;
+        if (end() > MAX_GROUPS) {
+            group_shift = QUAD_SHIFT;
+            while (end() > MAX_GROUPS << group_shift) ++group_shift;
         }
     }
 
     __device__ __forceinline__ int end() const { return lead + length; }
-    __device__ __forceinline__ int num_groups() const { return (end() + group - 1) / group; }
-    __device__ __forceinline__ bool is_shared() const { return group > 1; }
+    __device__ __forceinline__ int last_quad() const { return (end() - 1) >> QUAD_SHIFT; }
+    __device__ __forceinline__ int num_groups() const { return ((end() - 1) >> group_shift) + 1; }
+    __device__ __forceinline__ int quads_shift() const { return group_shift - QUAD_SHIFT; }
+    __device__ __forceinline__ bool is_shared() const { return group_shift > 0; }
     // Maxima of 16 are of use where there are more than k of them, and the row starts with a group.
-    __device__ __forceinline__ bool takes_maxima() const { return group >= 16 && lead == 0; }
+    __device__ __forceinline__ bool takes_maxima() const { return group_shift >= MAXIMA_SHIFT && lead == 0; }
     __device__ __forceinline__ float value(int position) const { return to_float(base[position]); }
     __device__ __forceinline__ Quad quad(int number) const {
         return reinterpret_cast<const Quad*>(base)[number];
     }
-    __device__ __forceinline__ bool has(int position) const { return position >= lead && position < end(); }
+    __device__ __forceinline__ bool has(int position) const { return uint32_t(position - lead) < length; }
+    // A bit for each logit of a quad that is in the window.
+    __device__ __forceinline__ uint32_t window(int quad) const {
+        uint32_t bits = 0;
+#pragma unroll
+        for (int i = 0; i < QUAD; ++i) bits |= uint32_t(has(quad * QUAD + i)) << i;
+        return bits;
+    }
+    __device__ __forceinline__ uint32_t key(int position, Logit logit) const {
+        return has(position) ? sortable(to_float(logit)) : 0u;
+    }
 };
 
-// NaN where there is no logit, which a maximum passes over.
-__device__ __forceinline__ float largest_of(const Row& row, int quad) {
-    const Quad loaded = row.quad(quad);
-    float x[QUAD];
+// One key for each logit, of a row that is read by one CTA.
+__device__ __forceinline__ void read_logits(const Row& row, Shared& shared) {
+    for (int quad = threadIdx.x; quad <= row.last_quad(); quad += THREADS) {
+        const Quad loaded = row.quad(quad);
 #pragma unroll
-    for (int i = 0; i < QUAD; ++i) x[i] = to_float(loaded.x[i]);
-    if (quad == 0 || quad * QUAD + QUAD > row.end()) {
-#pragma unroll
-        for (int i = 0; i < QUAD; ++i)
-            if (!row.has(quad * QUAD + i)) x[i] = __int_as_float(0x7fffffff);
+        for (int i = 0; i < QUAD; ++i) {
+            const int position = quad * QUAD + i;
+            shared.keys[padded(position)] = row.key(position, loaded.x[i]);
+        }
     }
-    return fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
 }
 
-// The keys of one part of the row's groups, into the memory of the cluster's leader.
-__device__ __forceinline__ void read_row(const Row& row, Shared& shared, int part, int parts) {
+// The largest keys of one part of the row's groups, into the memory of the cluster's leader.
+__device__ __forceinline__ void read_groups(const Row& row, Shared& shared, int part, int parts) {
     constexpr int LOADS = 8;
     const uint32_t keys = ptx::leader_address(ptx::shared_address(shared.keys));
-    if (row.group == 1) {
-        const int quads = (row.end() + QUAD - 1) / QUAD;
-        for (int quad = threadIdx.x; quad < quads; quad += THREADS) {
-            const Quad loaded = row.quad(quad);
+    const int groups_of_part = (row.num_groups() + parts - 1) / parts;
+    const int end_group = min(row.num_groups(), (part + 1) * groups_of_part);
+    const int shift = row.quads_shift(), last_quad = row.last_quad();
+    const int begin = part * groups_of_part << shift, end = end_group << shift;
+#pragma unroll 1
+    for (int first = begin + warp_index() * 32 * LOADS; first < end; first += THREADS * LOADS) {
+        Quad loaded[LOADS];
 #pragma unroll
-            for (int i = 0; i < QUAD; ++i) {
-                const int position = quad * QUAD + i;
-                shared.keys[position] = row.has(position) ? sortable(to_float(loaded.x[i])) : 0u;
-            }
-        }
-        return;
-    }
-    const int group_quads = row.group / QUAD, groups = row.num_groups();
-    const int last_quad = (row.end() - 1) / QUAD;
-    const int first_group = int64_t(groups) * part / parts, end_group = int64_t(groups) * (part + 1) / parts;
-    const int end = end_group * group_quads;
-    for (int first = first_group * group_quads + warp_index() * 32 * LOADS; first < end;
-         first += THREADS * LOADS) {
+        for (int i = 0; i < LOADS; ++i) loaded[i] = row.quad(min(first + i * 32 + lane_index(), last_quad));
         float largest[LOADS];
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
+            float x[QUAD];
+#pragma unroll
+            for (int j = 0; j < QUAD; ++j) x[j] = to_float(loaded[i].x[j]);
             const int quad = first + i * 32 + lane_index();
-            largest[i] = quad <= last_quad && quad < end ? largest_of(row, quad) : __int_as_float(0x7fffffff);
+            if (quad == 0 || quad >= last_quad) {
+                // A maximum passes over what is not a number.
+#pragma unroll
+                for (int j = 0; j < QUAD; ++j)
+                    if (!row.has(quad * QUAD + j)) x[j] = not_a_number();
+            }
+            largest[i] = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
         }
-        for (int distance = 1; distance < group_quads; distance *= 2) {
+#pragma unroll 1
+        for (int distance = 1; distance < 1 << shift; distance *= 2) {
 #pragma unroll
             for (int i = 0; i < LOADS; ++i)
                 largest[i] = fmaxf(largest[i], ptx::shuffle_xor(largest[i], distance));
         }
+        if ((lane_index() & ((1 << shift) - 1)) == 0) {
 #pragma unroll
-        for (int i = 0; i < LOADS; ++i) {
-            const int quad = first + i * 32 + lane_index();
-            if (quad < end && quad % group_quads == 0)
-                ptx::store_cluster(keys + quad / group_quads * 4, sortable(largest[i]));
+            for (int i = 0; i < LOADS; ++i) {
+                const int quad = first + i * 32 + lane_index();
+                if (quad < end) ptx::store_cluster(keys + padded(quad >> shift) * 4, sortable(largest[i]));
+            }
         }
     }
 }
 
 // The keys of the groups from the maxima of 16 logits each that the logits' kernel wrote.
 __device__ __forceinline__ void read_maxima(const Row& row, Shared& shared, const float* maxima) {
-    const int each = row.group / 16, total = (row.length + 15) / 16;
+    const int shift = row.group_shift - MAXIMA_SHIFT, total = ((row.length - 1) >> MAXIMA_SHIFT) + 1;
     for (int group = threadIdx.x; group < row.num_groups(); group += THREADS) {
-        float largest = __int_as_float(0x7fffffff);
-        for (int i = group * each; i < min(group * each + each, total); ++i)
+        float largest = not_a_number();
+        for (int i = group << shift; i < min((group + 1) << shift, total); ++i)
             largest = fmaxf(largest, maxima[i]);
-        shared.keys[group] = sortable(largest);
+        shared.keys[padded(group)] = sortable(largest);
     }
 }
-
-// The logits of the chosen groups whose keys are at least `lowest`, in ascending order within and over warps.
-class Candidates {
-   public:
-    __device__ __forceinline__ Candidates(const Row& row, Shared& shared, int num_groups, uint32_t lowest)
-        : row_(row),
-          shared_(shared),
-          lowest_(lowest),
-          begin_(num_groups * warp_index() / WARPS),
-          end_(num_groups * (warp_index() + 1) / WARPS) {}
-
-    // Keeps them, if they find room.
-    __device__ __forceinline__ bool gather() {
-        constexpr int LOADS = 4;
-        const int group_quads = row_.group / QUAD, quads = (end_ - begin_) * group_quads;
-        const int last_quad = (row_.end() - 1) / QUAD;
-        const uint32_t before_me = (1u << lane_index()) - 1;
-        uint32_t* const keys = shared_.kept_keys[warp_index()];
-        int* const positions = shared_.kept_positions[warp_index()];
-        for (int first = 0; first < quads; first += 32 * LOADS) {
-            Quad loaded[LOADS];
-            int numbers[LOADS];
-#pragma unroll
-            for (int i = 0; i < LOADS; ++i) {
-                const int quad = first + i * 32 + lane_index();
-                numbers[i] = last_quad + 1;
-                if (quad < quads) {
-                    numbers[i] =
-                        shared_.groups[begin_ + quad / group_quads] * group_quads + quad % group_quads;
-                }
-                if (numbers[i] <= last_quad) loaded[i] = row_.quad(numbers[i]);
-            }
-#pragma unroll
-            for (int i = 0; i < LOADS; ++i) {
-                uint32_t key[QUAD];
-                int before = 0, all = 0;
-#pragma unroll
-                for (int j = 0; j < QUAD; ++j) {
-                    const int position = numbers[i] * QUAD + j;
-                    key[j] = row_.has(position) ? sortable(to_float(loaded[i].x[j])) : 0u;
-                    const uint32_t reaches = __ballot_sync(0xffffffffu, key[j] >= lowest_);
-                    before += __popc(reaches & before_me);
-                    all += __popc(reaches);
-                }
-                int place = count_ + before;
-#pragma unroll
-                for (int j = 0; j < QUAD; ++j) {
-                    if (key[j] >= lowest_) {
-                        if (place < KEPT) {
-                            keys[place] = key[j];
-                            positions[place] = numbers[i] * QUAD + j;
-                        }
-                        ++place;
-                    }
-                }
-                count_ += all;
-            }
-        }
-        return !__syncthreads_or(count_ > KEPT);
-    }
-
-    // By whole warps, in order; key 0 for a lane without one. Those that were kept, or all that there are.
-    template <class Visit>
-    __device__ __forceinline__ void each(bool were_kept, Visit visit) const {
-        const int count = were_kept ? count_ : (end_ - begin_) * row_.group;
-        for (int first = 0; first < count; first += 32) {
-            const int i = first + lane_index();
-            int position = 0;
-            uint32_t key = 0;
-            if (i < count && were_kept) {
-                position = shared_.kept_positions[warp_index()][i];
-                key = shared_.kept_keys[warp_index()][i];
-            } else if (i < count) {
-                position = shared_.groups[begin_ + i / row_.group] * row_.group + i % row_.group;
-                if (row_.has(position)) key = sortable(row_.value(position));
-            }
-            visit(key, position);
-        }
-    }
-
-   private:
-    const Row& row_;
-    Shared& shared_;
-    uint32_t lowest_;
-    int begin_, end_, count_ = 0;
-};

@@ -1,24 +1,50 @@
 // topk: the k-th largest of a CTA's keys, and those above it in order.
 #pragma once
 
-#include "topk_row.cuh"
+#include "topk_keys.cuh"
+
+// Keys that are no less than any or no more than any of what they are the range of.
+struct Range {
+    uint32_t low, high;
+};
 
 // Chosen is what is above `key`, and of what equals it the first `ties`.
 struct Threshold {
     uint32_t key;
     int ties;
+    int chosen;
 
     __device__ __forceinline__ uint32_t lowest() const { return ties > 0 ? key : key + 1; }
 };
 
-// Which digit holds the rest-th largest, counted down from the highest; by one warp.
-__device__ __forceinline__ void find_digit(Shared& shared, int rest) {
+template <class Keys>
+__device__ __forceinline__ Range find_range(Shared& shared, const Keys& keys) {
+    Range range{0xffffffffu, 0};
+    keys.each([&](uint32_t key, int) {
+        range.low = min(range.low, key - 1);  // 0, which is no key, becomes the largest
+        range.high = max(range.high, key);
+    });
+    range = {__reduce_min_sync(0xffffffffu, range.low), __reduce_max_sync(0xffffffffu, range.high)};
+    if (lane_index() == 0) {
+        shared.smallest[warp_index()] = range.low;
+        shared.largest[warp_index()] = range.high;
+    }
+    if (threadIdx.x < 256) shared.histogram[0][threadIdx.x] = 0;
+    __syncthreads();
+    range = {shared.smallest[lane_index() % WARPS], shared.largest[lane_index() % WARPS]};
+    return {__reduce_min_sync(0xffffffffu, range.low) + 1, __reduce_max_sync(0xffffffffu, range.high)};
+}
+
+// Which of 256 counts holds the rest-th from the end; by one warp.
+__device__ __forceinline__ void find_digit(Shared& shared, const int* histogram, int rest) {
     constexpr int DIGITS = 256 / 32;
+    const int first = 256 - DIGITS * (lane_index() + 1);
     int counts[DIGITS], sum = 0;
 #pragma unroll
-    for (int i = 0; i < DIGITS; ++i) {
-        counts[i] = shared.histogram[255 - DIGITS * lane_index() - i];
-        sum += counts[i];
+    for (int i = 0; i < DIGITS; i += 4) {
+        const int4 four = *reinterpret_cast<const int4*>(histogram + first + i);
+        counts[i] = four.x, counts[i + 1] = four.y, counts[i + 2] = four.z, counts[i + 3] = four.w;
+        sum += four.x + four.y + four.z + four.w;
     }
     int up_to = sum;
 #pragma unroll
@@ -28,72 +54,72 @@ __device__ __forceinline__ void find_digit(Shared& shared, int rest) {
     }
     int before = up_to - sum;
     if (before < rest && rest <= up_to) {
-        bool found = false;
 #pragma unroll
-        for (int i = 0; i < DIGITS; ++i) {
-            if (!found && rest <= before + counts[i]) {
-                found = true;
-                shared.digit = 255 - DIGITS * lane_index() - i;
+        for (int i = DIGITS - 1; i >= 0; --i) {
+            if (before < rest && rest <= before + counts[i]) {
+                shared.digit = first + i;
                 shared.rest = rest - before;
                 shared.digit_count = counts[i];
             }
-            if (!found) before += counts[i];
+            before += counts[i];
         }
     }
 }
 
-// Threshold of the k largest of more than k keys, by digits of eight bits. `keys` calls what it is given with
-// every key of this thread, 0 for none.
+// Threshold of the k largest of at least k keys, by 256ths of their range, of one of these, and so on; or of
+// some more than k, up to `most`, if that is found sooner. The first histogram is zero.
 template <class Keys>
-__device__ __forceinline__ Threshold find_threshold(Shared& shared, Keys keys, int k) {
-    uint32_t prefix = 0;
+__device__ __forceinline__ Threshold find_threshold(Shared& shared, const Keys& keys, Range range, int k,
+                                                    int most) {
     int rest = k;
-    for (int shift = 24;; shift -= 8) {
-        const uint32_t above_digit = shift == 24 ? 0u : 0xffffffffu << (shift + 8);
-        if (threadIdx.x < 256) shared.histogram[threadIdx.x] = 0;
-        __syncthreads();
-        keys([&](uint32_t key) {
-            if (((key ^ prefix) & above_digit) == 0) atomicAdd(&shared.histogram[key >> shift & 255], 1);
+    int shift = max(0, 24 - __clz(range.high - range.low));
+#pragma unroll 1
+    for (int turn = 0;; turn ^= 1) {
+        int* const histogram = shared.histogram[turn];
+        keys.each([&](uint32_t key, int) {
+            if (range.low <= key && key <= range.high) atomicAdd(histogram + ((key - range.low) >> shift), 1);
         });
         __syncthreads();
-        if (warp_index() == 0) find_digit(shared, rest);
+        if (warp_index() == 0) find_digit(shared, histogram, rest);
+        if (threadIdx.x >= 256) shared.histogram[turn ^ 1][threadIdx.x - 256] = 0;
         __syncthreads();
-        prefix |= uint32_t(shared.digit) << shift;
+        range.low += uint32_t(shared.digit) << shift;
+        range.high = range.low + min(range.high - range.low, (1u << shift) - 1);
         rest = shared.rest;
-        if (shift == 0) return {prefix, rest};
-        // All with this prefix are chosen: what the further digits are does not matter.
-        if (rest == shared.digit_count && prefix > 0) return {prefix - 1, 0};
+        const int chosen = k - rest + shared.digit_count;
+        if (chosen <= most) return {range.low - 1, 0, chosen};
+        if (shift == 0) return {range.low, rest, k};
+        shift = max(0, shift - 8);
     }
 }
 
-// Calls `chosen(slot, position)` for each chosen key, slots ascending with the keys' order. `ordered` calls
-// what it is given with a key and its position, whole warps at a time, in order within and over the warps.
-template <class Ordered, class Chosen>
-__device__ __forceinline__ void take(Shared& shared, Ordered ordered, Threshold threshold, Chosen chosen) {
-    int above = 0, equal = 0;
-    ordered([&](uint32_t key, int) {
-        above += __popc(__ballot_sync(0xffffffffu, key > threshold.key));
-        equal += __popc(__ballot_sync(0xffffffffu, key == threshold.key));
+// Calls `chosen(slot, position)` for each chosen key, slots ascending with the positions.
+template <class Keys, class Chosen>
+__device__ __forceinline__ void take(Shared& shared, const Keys& keys, Threshold threshold, Chosen chosen) {
+    constexpr uint32_t EQUAL = 1u << 16;  // counts of those above and of those that equal, in one word
+    uint32_t own = 0;
+    keys.each([&](uint32_t key, int) {
+        own += key > threshold.key ? 1u : 0u;
+        own += key == threshold.key && threshold.ties > 0 ? EQUAL : 0u;
     });
-    if (lane_index() == 0) {
-        shared.above[warp_index()] = above;
-        shared.equal[warp_index()] = equal;
+    uint32_t up_to = own;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const uint32_t other = __shfl_up_sync(0xffffffffu, up_to, distance);
+        if (lane_index() >= distance) up_to += other;
     }
+    if (lane_index() == 31) shared.counts[warp_index()] = up_to;
     __syncthreads();
-    above = equal = 0;
-    for (int warp = 0; warp < warp_index(); ++warp) {
-        above += shared.above[warp];
-        equal += shared.equal[warp];
-    }
-    const uint32_t before_me = (1u << lane_index()) - 1;
-    ordered([&](uint32_t key, int position) {
-        const uint32_t larger = __ballot_sync(0xffffffffu, key > threshold.key);
-        const uint32_t same = __ballot_sync(0xffffffffu, key == threshold.key);
-        const int equal_before = equal + __popc(same & before_me);
-        if (key > threshold.key || (key == threshold.key && equal_before < threshold.ties)) {
-            chosen(above + __popc(larger & before_me) + min(equal_before, threshold.ties), position);
+    const uint32_t of_warp = lane_index() < warp_index() ? shared.counts[lane_index() % WARPS] : 0u;
+    const uint32_t before = __reduce_add_sync(0xffffffffu, of_warp) + up_to - own;
+    int above = before % EQUAL, equal = before / EQUAL;
+    keys.each([&](uint32_t key, int position) {
+        const bool is_above = key > threshold.key;
+        const bool is_equal = key == threshold.key && threshold.ties > 0;
+        if (is_above || (is_equal && equal < threshold.ties)) {
+            chosen(above + min(equal, threshold.ties), position);
         }
-        above += __popc(larger);
-        equal += __popc(same);
+        above += is_above;
+        equal += is_equal;
     });
 }
