@@ -53,22 +53,33 @@ __device__ __forceinline__ void put_all(const Row& row, const Output& out, int k
     }
 }
 
-__device__ __forceinline__ void choose(const Row& row, const Output& out, Shared& shared, int k) {
-    const GroupKeys groups(shared, row.num_groups());
+// Positions of the k best of the logits of the chosen groups, none of whose keys is over range.high.
+__device__ __forceinline__ void choose_logits(const Row& row, Shared& shared, int k, int num_groups,
+                                              Range range) {
+    const ChosenLogits logits(row, shared, num_groups);
+    const int kept = keep_reaching(row, shared, logits, range.low);
+    if (!__syncthreads_or(kept > KEPT)) {
+        const Keys keys(shared.kept_keys[warp_index()], kept, lane_index(), (kept + 31) / 32);
+        const Threshold best = find_threshold(shared, keys, range, k, k);
+        const int* const positions = shared.kept_positions[warp_index()];
+        take(shared, keys, best, [&](int slot, int i) { shared.results()[slot] = positions[i]; });
+    } else {
+        const Threshold best = find_threshold(shared, logits, range, k, k);
+        take(shared, logits, best, [&](int slot, int i) { shared.results()[slot] = logits.position(i); });
+    }
+}
+
+__device__ __forceinline__ void choose(const Row& row, Shared& shared, int k) {
+    const Keys groups = keys_of_groups(shared, row.num_groups());
     const Range range = find_range(shared, groups);
-    const int most_groups = row.group_shift == 0 ? k : k + MAX_CHOSEN_GROUPS - MAX_K;
-    const Threshold best_groups = find_threshold(shared, groups, range, k, most_groups);
-    take(shared, groups, best_groups, [&](int slot, int i) { shared.groups[slot] = i; });
+    const bool are_logits = row.group_shift == 0;
+    const Threshold best =
+        find_threshold(shared, groups, range, k, are_logits ? k : k + MAX_CHOSEN_GROUPS - MAX_K);
+    take(shared, groups, best, [&](int slot, int i) { shared.groups[slot] = i; });
+    if (are_logits) return;
     if (threadIdx.x < 256) shared.histogram[0][threadIdx.x] = 0;
     __syncthreads();
-    if (row.group_shift == 0) {
-        for (int slot = threadIdx.x; slot < k; slot += THREADS)
-            out.put(row, slot, shared.groups[slot] - row.lead);
-        return;
-    }
-    const Candidates candidates(row, shared, best_groups.chosen, best_groups.lowest());
-    const Threshold best = find_threshold(shared, candidates, {best_groups.lowest(), range.high}, k, k);
-    take(shared, candidates, best, [&](int slot, int i) { out.put(row, slot, i - row.lead); });
+    choose_logits(row, shared, k, best.chosen, {best.lowest(), range.high});
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -106,7 +117,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const Output out{indices,     indices_stride, values,         values_stride,
                      block_table, table_stride,   request_of_row, block_size};
     if (chooses) {
-        choose(row, out, shared, k);
+        choose(row, shared, k);
+        __syncthreads();
+        const int* const positions = row.group_shift == 0 ? shared.groups : shared.results();
+        for (int slot = threadIdx.x; slot < k; slot += THREADS)
+            out.put(row, slot, positions[slot] - row.lead);
     } else {
         put_all(row, out, k);
     }

@@ -50,9 +50,7 @@ class Floor {
         floor_ = __uint_as_float(key >> 31 ? key ^ 0x80000000u : ~key);
     }
 
-    __device__ __forceinline__ uint32_t is_reached(float value) const {
-        return value >= floor_ || takes_all_;
-    }
+    __device__ __forceinline__ bool is_reached(float value) const { return value >= floor_ || takes_all_; }
 
    private:
     bool takes_all_;
@@ -61,13 +59,16 @@ class Floor {
 
 struct Shared {
     uint32_t keys[padded(MAX_GROUPS)];
-    uint32_t kept_keys[WARPS][KEPT];
+    uint32_t kept_keys[WARPS][padded(KEPT)];
     int kept_positions[WARPS][KEPT];
-    uint16_t groups[MAX_CHOSEN_GROUPS];
+    int groups[MAX_CHOSEN_GROUPS];
     alignas(16) int histogram[2][256];
     uint32_t smallest[WARPS], largest[WARPS];
     uint32_t counts[WARPS];
     int digit, rest, digit_count;
+
+    // In the place of the groups' keys, which are in registers by then.
+    __device__ __forceinline__ int* results() { return reinterpret_cast<int*>(keys); }
 };
 
 // The window of a row that may be chosen from. Positions count from the 16 (bfloat16: 8) aligned bytes that
@@ -102,13 +103,6 @@ struct Row {
         return reinterpret_cast<const Quad*>(base)[number];
     }
     __device__ __forceinline__ bool has(int position) const { return uint32_t(position - lead) < length; }
-    // A bit for each logit of a quad that is in the window.
-    __device__ __forceinline__ uint32_t window(int quad) const {
-        uint32_t bits = 0;
-#pragma unroll
-        for (int i = 0; i < QUAD; ++i) bits |= uint32_t(has(quad * QUAD + i)) << i;
-        return bits;
-    }
     __device__ __forceinline__ uint32_t key(int position, Logit logit) const {
         return has(position) ? sortable(to_float(logit)) : 0u;
     }

@@ -17,7 +17,6 @@ struct Threshold {
     __device__ __forceinline__ uint32_t lowest() const { return ties > 0 ? key : key + 1; }
 };
 
-template <class Keys>
 __device__ __forceinline__ Range find_range(Shared& shared, const Keys& keys) {
     Range range{0xffffffffu, 0};
     keys.each([&](uint32_t key, int) {
@@ -68,8 +67,8 @@ __device__ __forceinline__ void find_digit(Shared& shared, const int* histogram,
 
 // Threshold of the k largest of at least k keys, by 256ths of their range, of one of these, and so on; or of
 // some more than k, up to `most`, if that is found sooner. The first histogram is zero.
-template <class Keys>
-__device__ __forceinline__ Threshold find_threshold(Shared& shared, const Keys& keys, Range range, int k,
+template <class AnyKeys>
+__device__ __forceinline__ Threshold find_threshold(Shared& shared, const AnyKeys& keys, Range range, int k,
                                                     int most) {
     int rest = k;
     int shift = max(0, 24 - __clz(range.high - range.low));
@@ -93,9 +92,10 @@ __device__ __forceinline__ Threshold find_threshold(Shared& shared, const Keys& 
     }
 }
 
-// Calls `chosen(slot, position)` for each chosen key, slots ascending with the positions.
-template <class Keys, class Chosen>
-__device__ __forceinline__ void take(Shared& shared, const Keys& keys, Threshold threshold, Chosen chosen) {
+// Calls `chosen(slot, i)` for each chosen key, slots ascending in the keys' order.
+template <class AnyKeys, class Chosen>
+__device__ __forceinline__ void take(Shared& shared, const AnyKeys& keys, Threshold threshold,
+                                     Chosen chosen) {
     constexpr uint32_t EQUAL = 1u << 16;  // counts of those above and of those that equal, in one word
     uint32_t own = 0;
     keys.each([&](uint32_t key, int) {
@@ -113,11 +113,11 @@ __device__ __forceinline__ void take(Shared& shared, const Keys& keys, Threshold
     const uint32_t of_warp = lane_index() < warp_index() ? shared.counts[lane_index() % WARPS] : 0u;
     const uint32_t before = __reduce_add_sync(0xffffffffu, of_warp) + up_to - own;
     int above = before % EQUAL, equal = before / EQUAL;
-    keys.each([&](uint32_t key, int position) {
+    keys.each([&](uint32_t key, int i) {
         const bool is_above = key > threshold.key;
         const bool is_equal = key == threshold.key && threshold.ties > 0;
         if (is_above || (is_equal && equal < threshold.ties)) {
-            chosen(above + min(equal, threshold.ties), position);
+            chosen(above + min(equal, threshold.ties), i);
         }
         above += is_above;
         equal += is_equal;

@@ -20,7 +20,7 @@ MAXIMA_GROUP = 16
 _THREADS = 512
 _MAX_GROUPS = 8192
 # Of the kernel's `Shared`: group keys, 16 warps of 512 kept keys and positions, chosen groups, histograms, sums, digit.
-_SHARED_BYTES = 4 * (_MAX_GROUPS + _MAX_GROUPS // 32) + 8 * 16 * 512 + 2 * (MAX_K + 512) + 4 * (2 * 256 + 3 * 16 + 4)
+_SHARED_BYTES = 4 * 8448 + 4 * 16 * (528 + 512) + 4 * (MAX_K + 512) + 4 * (2 * 256 + 3 * 16 + 4)
 # A CTA of a cluster reads at least so many logits: its start costs as much as their reading.
 _LOGITS_PER_CTA = 4096
 
