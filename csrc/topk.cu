@@ -44,6 +44,7 @@ struct Output {
 
 // All of a row that is no longer than k.
 __device__ __forceinline__ void put_all(const Row& row, const Output& out, int k) {
+#pragma unroll 1
     for (int slot = threadIdx.x; slot < k; slot += THREADS) {
         if (slot < row.length) {
             out.put(row, slot, slot);
@@ -57,7 +58,7 @@ __device__ __forceinline__ void put_all(const Row& row, const Output& out, int k
 __device__ __forceinline__ void choose_logits(const Row& row, Shared& shared, int k, int num_groups,
                                               Range range) {
     const ChosenLogits logits(row, shared, num_groups);
-    const int kept = keep_reaching(row, shared, logits, range.low);
+    const int kept = Keeper(row, shared, logits, range.low).keep();
     if (!__syncthreads_or(kept > KEPT)) {
         const Keys keys(shared.kept_keys[warp_index()], kept, lane_index(), (kept + 31) / 32);
         const Threshold best = find_threshold(shared, keys, range, k, k);
@@ -71,7 +72,7 @@ __device__ __forceinline__ void choose_logits(const Row& row, Shared& shared, in
 
 __device__ __forceinline__ void choose(const Row& row, Shared& shared, int k) {
     const Keys groups = keys_of_groups(shared, row.num_groups());
-    const Range range = find_range(shared, groups);
+    const Range range = find_range(shared, groups, k);
     const bool are_logits = row.group_shift == 0;
     const Threshold best =
         find_threshold(shared, groups, range, k, are_logits ? k : k + MAX_CHOSEN_GROUPS - MAX_K);
@@ -98,21 +99,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     // A short row is the leader's alone, and so are the maxima.
     const bool has_maxima = maxima != nullptr && row.takes_maxima();
     const bool is_shared = chooses && row.is_shared() && !has_maxima && cluster_size > 1;
-    if (is_shared) {
-        ptx::cluster_sync();  // the leader has started, so its memory may be written
-        read_groups(row, shared, rank, cluster_size);
-        ptx::cluster_sync();
-    } else if (chooses && rank == 0) {
+    if (is_shared) ptx::cluster_sync();  // the leader has started, so its memory may be written
+    if (chooses && (is_shared || rank == 0)) {
         if (has_maxima) {
             read_maxima(row, shared, maxima + number * maxima_stride);
         } else if (row.is_shared()) {
-            read_groups(row, shared, 0, 1);
+            read_groups(row, shared, rank, is_shared ? cluster_size : 1);
         } else {
             read_logits(row, shared);
         }
-        __syncthreads();
     }
+    if (is_shared) ptx::cluster_sync();
     if (rank != 0) return;
+    __syncthreads();
 
     const Output out{indices,     indices_stride, values,         values_stride,
                      block_table, table_stride,   request_of_row, block_size};
@@ -120,6 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         choose(row, shared, k);
         __syncthreads();
         const int* const positions = row.group_shift == 0 ? shared.groups : shared.results();
+#pragma unroll 1
         for (int slot = threadIdx.x; slot < k; slot += THREADS)
             out.put(row, slot, positions[slot] - row.lead);
     } else {

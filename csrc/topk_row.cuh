@@ -63,11 +63,13 @@ struct Shared {
     int kept_positions[WARPS][KEPT];
     int groups[MAX_CHOSEN_GROUPS];
     alignas(16) int histogram[2][256];
-    uint32_t smallest[WARPS], largest[WARPS];
-    uint32_t counts[WARPS];
+    uint32_t smallest[WARPS], largest[WARPS], counts[WARPS];
     int digit, rest, digit_count;
 
-    // In the place of the groups' keys, which are in registers by then.
+    // Both in the place of the groups' keys, which are in registers by then.
+    __device__ __forceinline__ int* quads_of_warp() {
+        return reinterpret_cast<int*>(keys) + warp_index() * KEPT;
+    }
     __device__ __forceinline__ int* results() { return reinterpret_cast<int*>(keys); }
 };
 

@@ -3,7 +3,7 @@
 
 #include "topk_keys.cuh"
 
-// Keys that are no less than any or no more than any of what they are the range of.
+// Keys that are no less and no more than any of those that may be the threshold.
 struct Range {
     uint32_t low, high;
 };
@@ -17,21 +17,31 @@ struct Threshold {
     __device__ __forceinline__ uint32_t lowest() const { return ties > 0 ? key : key + 1; }
 };
 
-__device__ __forceinline__ Range find_range(Shared& shared, const Keys& keys) {
-    Range range{0xffffffffu, 0};
+// Of the k-th largest: all keys, or those of what is not negative where these are k, since the keys of
+// numbers on both sides of zero are far apart.
+__device__ __forceinline__ Range find_range(Shared& shared, const Keys& keys, int k) {
+    constexpr uint32_t KEY_OF_ZERO = 0x80000000u;
+    uint32_t low = 0xffffffffu, high = 0, count = 0;
     keys.each([&](uint32_t key, int) {
-        range.low = min(range.low, key - 1);  // 0, which is no key, becomes the largest
-        range.high = max(range.high, key);
+        low = min(low, key - 1);  // 0, which is no key, becomes the largest
+        high = max(high, key);
+        count += key >> 31;
     });
-    range = {__reduce_min_sync(0xffffffffu, range.low), __reduce_max_sync(0xffffffffu, range.high)};
+    low = __reduce_min_sync(0xffffffffu, low);
+    high = __reduce_max_sync(0xffffffffu, high);
+    count = __reduce_add_sync(0xffffffffu, count);
     if (lane_index() == 0) {
-        shared.smallest[warp_index()] = range.low;
-        shared.largest[warp_index()] = range.high;
+        shared.smallest[warp_index()] = low;
+        shared.largest[warp_index()] = high;
+        shared.counts[warp_index()] = count;
     }
     if (threadIdx.x < 256) shared.histogram[0][threadIdx.x] = 0;
     __syncthreads();
-    range = {shared.smallest[lane_index() % WARPS], shared.largest[lane_index() % WARPS]};
-    return {__reduce_min_sync(0xffffffffu, range.low) + 1, __reduce_max_sync(0xffffffffu, range.high)};
+    const int warp = lane_index() % WARPS;
+    low = __reduce_min_sync(0xffffffffu, shared.smallest[warp]) + 1;
+    high = __reduce_max_sync(0xffffffffu, shared.largest[warp]);
+    count = __reduce_add_sync(0xffffffffu, shared.counts[warp]) / (32 / WARPS);
+    return {count >= k ? max(low, KEY_OF_ZERO) : low, high};
 }
 
 // Which of 256 counts holds the rest-th from the end; by one warp.
