@@ -10,7 +10,8 @@
 // One cluster a row: its CTAs share the first reading, and the leader does the rest. No atomics decide an
 // order, nothing outlives the launch, and a row's result depends on that row alone.
 //
-// Set by the launcher: LOGITS_BF16 (0, 1).
+// Set by the launcher: LOGITS_BF16 (0, 1), THREADS (1024 where a CTA has an SM of its own, 512 where two
+// share it).
 #include "topk_row.cuh"
 #include "topk_select.cuh"
 
@@ -83,7 +84,7 @@ __device__ __forceinline__ void choose(const Row& row, Shared& shared, int k) {
     choose_logits(row, shared, k, best.chosen, {best.lowest(), range.high});
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     topk(const Logit* logits, int64_t stride, int width, const int* lengths, const int* starts,
          const float* maxima, int64_t maxima_stride, int k, int* indices, int64_t indices_stride,
          float* values, int64_t values_stride, const int* block_table, int64_t table_stride,

@@ -5,9 +5,6 @@
 
 #include "topk_row.cuh"
 
-constexpr int KEYS_PER_THREAD = MAX_GROUPS / THREADS;
-static_assert(KEPT == 32 * KEYS_PER_THREAD, "what a warp keeps fits its registers");
-
 // In registers: a run of `per_thread` keys for each thread.
 class Keys {
    public:

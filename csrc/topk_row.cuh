@@ -3,13 +3,14 @@
 
 #include "sm90_ptx.cuh"
 
-constexpr int THREADS = 512, WARPS = THREADS / 32;
+constexpr int WARPS = THREADS / 32;
 constexpr int MAX_K = 2048;
 constexpr int MAX_GROUPS = 8192;
 // Some more than k, so that the last of them need not be told apart.
 constexpr int MAX_CHOSEN_GROUPS = MAX_K + 512;
-// Keys that a warp keeps of the groups that it reads again.
-constexpr int KEPT = 512;
+constexpr int KEYS_PER_THREAD = MAX_GROUPS / THREADS;
+// Keys that a warp keeps of the groups that it reads again: what fits its registers.
+constexpr int KEPT = 32 * KEYS_PER_THREAD;
 constexpr int QUAD_SHIFT = 2, QUAD = 1 << QUAD_SHIFT;
 constexpr int MAXIMA_SHIFT = 4;
 

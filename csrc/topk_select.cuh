@@ -90,7 +90,7 @@ __device__ __forceinline__ Threshold find_threshold(Shared& shared, const AnyKey
         });
         __syncthreads();
         if (warp_index() == 0) find_digit(shared, histogram, rest);
-        if (threadIdx.x >= 256) shared.histogram[turn ^ 1][threadIdx.x - 256] = 0;
+        if (threadIdx.x / 256 == 1) shared.histogram[turn ^ 1][threadIdx.x - 256] = 0;
         __syncthreads();
         range.low += uint32_t(shared.digit) << shift;
         range.high = range.low + min(range.high - range.low, (1u << shift) - 1);
@@ -106,7 +106,8 @@ __device__ __forceinline__ Threshold find_threshold(Shared& shared, const AnyKey
 template <class AnyKeys, class Chosen>
 __device__ __forceinline__ void take(Shared& shared, const AnyKeys& keys, Threshold threshold,
                                      Chosen chosen) {
-    constexpr uint32_t EQUAL = 1u << 16;  // counts of those above and of those that equal, in one word
+    // Counts of those above, at most MAX_CHOSEN_GROUPS, and of those that equal, in one word.
+    constexpr uint32_t EQUAL = 1u << 12;
     uint32_t own = 0;
     keys.each([&](uint32_t key, int) {
         own += key > threshold.key ? 1u : 0u;

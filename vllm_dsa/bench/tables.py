@@ -7,6 +7,7 @@ from vllm_dsa.bench.build import BuildRow
 from vllm_dsa.bench.indexer import IndexerRow
 from vllm_dsa.bench.indexer_step import STAGES
 from vllm_dsa.bench.logits import LogitsRow
+from vllm_dsa.bench.topk import TopkRow
 from vllm_dsa.bench.verdict import SLACK, Cell, cells
 
 
@@ -48,6 +49,24 @@ def build_tables(rows: Sequence[BuildRow]) -> list[TextTable]:
 def indexer_tables(rows: Sequence[IndexerRow]) -> list[TextTable]:
     """Return a table for each context: the stages of every form, in us; ``e`` marks an eager one."""
     return [_indexer_table(context, [row for row in rows if row.context == context]) for context in _contexts(rows)]
+
+
+def topk_tables(rows: Sequence[TopkRow]) -> list[TextTable]:
+    """Return one table of all shapes."""
+    columns = ("rows", "length", "us", "p10-p90", "torch.topk us", "x torch", "floor us")
+    body = tuple(
+        (
+            str(row.rows),
+            str(row.length),
+            f"{row.median_us:.1f}",
+            f"{row.p10_us:.1f}-{row.p90_us:.1f}",
+            f"{row.torch_us:.1f}",
+            f"{row.speedup:.1f}",
+            f"{row.floor_us:.1f}",
+        )
+        for row in rows
+    )
+    return [TextTable("top-k", columns, body)]
 
 
 def _contexts(rows: Sequence[LogitsRow] | Sequence[IndexerRow]) -> list[int]:

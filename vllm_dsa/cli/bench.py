@@ -1,5 +1,6 @@
 """``vllm-dsa bench``: what the decode indexer costs on this machine, checked before it is timed."""
 
+import operator
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,19 +14,19 @@ from rich.table import Table
 from vllm_dsa.bench import build as build_bench
 from vllm_dsa.bench import indexer as indexer_bench
 from vllm_dsa.bench import logits as logits_bench
-from vllm_dsa.bench.cases import BenchCase
+from vllm_dsa.bench import topk as topk_bench
 from vllm_dsa.bench.costs import fit_costs, ragged_costs, source_line
 from vllm_dsa.bench.options import BenchOptions
 from vllm_dsa.bench.plot import Panels, build_panels, indexer_panels, logits_panels, write_plot
 from vllm_dsa.bench.results import BenchReport
-from vllm_dsa.bench.tables import TextTable, build_tables, indexer_tables, logits_tables
+from vllm_dsa.bench.tables import TextTable, build_tables, indexer_tables, logits_tables, topk_tables
 from vllm_dsa.bench.verdict import SHORTEST_US, SLACK, losing_cells
 from vllm_dsa.cli.errors import EXIT_CHECK_FAILED, fail, friendly_errors
 from vllm_dsa.cli.plan import parse_whole_numbers
 
 bench = typer.Typer(
     no_args_is_help=True,
-    help="Measure the decode indexer on this machine: its logits by form, its metadata build, a whole layer.",
+    help="Measure the decode indexer on this machine: logits by form, top-k, metadata build, a whole layer.",
 )
 _Numbers = tuple[int, ...]
 # Wider than any table: a narrow terminal wraps lines, and no column is cut in a pipe.
@@ -148,6 +149,35 @@ def indexer(
     _exit_if_wrong(report)
 
 
+_TOPK = topk_bench.TopkOptions()
+
+
+@bench.command()
+@friendly_errors
+def topk(
+    rows: Annotated[str, typer.Option(help="Rows of logits.")] = ",".join(map(str, _TOPK.rows)),
+    lengths: Annotated[str, typer.Option(help="Logits of a row.")] = ",".join(map(str, _TOPK.lengths)),
+    k: Annotated[int, typer.Option("--k", help="Tokens to choose.")] = _TOPK.k,
+    iters: _Iters = _TOPK.iters,
+    seed: _Seed = _TOPK.seed,
+    json: _Json = None,
+    csv: _Csv = None,
+) -> None:
+    """Time the top-k beside torch.topk; exit code 1 if an index is not the twin's."""
+    options = topk_bench.TopkOptions(
+        rows=tuple(parse_whole_numbers("--rows", rows)),
+        lengths=tuple(parse_whole_numbers("--lengths", lengths)),
+        k=k,
+        iters=iters,
+        seed=seed,
+    )
+    _check_outputs(json, csv, None)
+    report = _run(topk_bench.bench_topk, options, str)
+    _print(report, topk_tables(report.rows), Console(width=_WIDTH))
+    _write(report, json, csv, None, {})
+    _exit_if_wrong(report)
+
+
 def _lists(contexts: str, batches: str, next_ns: str) -> tuple[_Numbers, _Numbers, _Numbers]:
     return (
         tuple(parse_whole_numbers("--contexts", contexts)),
@@ -166,7 +196,9 @@ def _check_outputs(json: Path | None, csv: Path | None, plot: Path | None) -> No
 
 
 def _run(
-    measure: Callable[[BenchOptions, Callable[[BenchCase], None]], BenchReport[Any]], options: BenchOptions
+    measure: Callable[[Any, Callable[[Any], None]], BenchReport[Any]],
+    options: Any,
+    label: Callable[[Any], str] = operator.attrgetter("label"),
 ) -> BenchReport[Any]:
     stderr = Console(stderr=True)
     progress = Progress(
@@ -179,7 +211,7 @@ def _run(
     )
     with progress:
         task = progress.add_task("measuring the machine", total=None)
-        return measure(options, lambda case: progress.update(task, description=case.label))
+        return measure(options, lambda case: progress.update(task, description=label(case)))
 
 
 def _print(report: BenchReport[Any], tables: list[TextTable], console: Console) -> None:

@@ -17,10 +17,9 @@ MAX_LENGTH = 1 << 20
 # Logits in one of `group_maxima`.
 MAXIMA_GROUP = 16
 
-_THREADS = 512
 _MAX_GROUPS = 8192
-# Of the kernel's `Shared`: group keys, 16 warps of 512 kept keys and positions, chosen groups, histograms, sums, digit.
-_SHARED_BYTES = 4 * 8448 + 4 * 16 * (528 + 512) + 4 * (MAX_K + 512) + 4 * (2 * 256 + 3 * 16 + 4)
+# Of the kernel's `Shared`: group keys, kept keys and positions, chosen groups, histograms, sums of warps, digit.
+_SHARED_BYTES = 4 * (8448 + 8448 + 8192 + MAX_K + 512 + 2 * 256 + 3 * 32 + 4)
 # A CTA of a cluster reads at least so many logits: its start costs as much as their reading.
 _LOGITS_PER_CTA = 4096
 
@@ -63,6 +62,7 @@ def launch_topk(
     slots: SlotMap | None = None,
     group_maxima: torch.Tensor | None = None,
     cluster_size: int | None = None,
+    threads: int | None = None,
 ) -> None:
     """Choose the k highest logits of each row's window.
 
@@ -89,6 +89,8 @@ def launch_topk(
         read. Not with `starts`.
     cluster_size : int, optional
         CTAs that share a row's reading, a power of two up to 8; chosen by rows and width. For tests.
+    threads : int, optional
+        Of a CTA, 512 or 1024; chosen by rows. For tests.
 
     Notes
     -----
@@ -96,12 +98,16 @@ def launch_topk(
     device. Arguments are not checked here.
     """
     num_rows, width = logits.shape
-    kernel = load_kernel(_variant(logits.dtype), dynamic_shared_bytes=_SHARED_BYTES)
+    num_sms = _num_sms(torch.cuda.current_device())
     if cluster_size is None:
-        cluster_size = _cluster_size(num_rows, width, _num_sms(torch.cuda.current_device()))
+        cluster_size = _cluster_size(num_rows, width, num_sms)
+    # An SM has room for two CTAs of 512 threads or one of 1024, which is faster alone.
+    if threads is None:
+        threads = 1024 if num_rows * cluster_size <= num_sms else 512
+    kernel = load_kernel(_variant(logits.dtype, threads), dynamic_shared_bytes=_SHARED_BYTES)
     config = launch_config(
         num_rows * cluster_size,
-        _THREADS,
+        threads,
         _SHARED_BYTES,
         torch.cuda.current_stream().cuda_stream,
         cluster_size=cluster_size,
@@ -119,12 +125,13 @@ def launch_topk(
 
 def variants() -> tuple[KernelVariant, ...]:
     """Return every variant that a launch can ask for."""
-    return tuple(_variant(dtype) for dtype in LOGITS_DTYPES)
+    return tuple(_variant(dtype, threads) for dtype in LOGITS_DTYPES for threads in (512, 1024))
 
 
 @functools.cache
-def _variant(dtype: torch.dtype) -> KernelVariant:
-    return KernelVariant(source="topk", symbol="topk", macros=(("LOGITS_BF16", str(int(dtype == torch.bfloat16))),))
+def _variant(dtype: torch.dtype, threads: int) -> KernelVariant:
+    macros = (("LOGITS_BF16", str(int(dtype == torch.bfloat16))), ("THREADS", str(threads)))
+    return KernelVariant(source="topk", symbol="topk", macros=macros)
 
 
 @functools.cache
