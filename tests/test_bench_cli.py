@@ -125,6 +125,50 @@ class TestIndexer:
         assert "300 indices misplaced" in result.output
 
 
+class TestTopk:
+    SMALL = ("--rows", "1,3", "--lengths", "40,90", "--k", "16")
+
+    @pytest.fixture(autouse=True)
+    def stand_ins(self, mocker):
+        rig = GpuRig(CPU, SM90, mocker.Mock(), Ceilings(4000.0, 4100.0, 3.0))
+        mocker.patch("vllm_dsa.bench.topk.set_up_gpu", return_value=rig)
+        mocker.patch("vllm_dsa.bench.topk.capture", FakeGraph)
+        clock = {
+            "ours": Timing(10.0, 9.0, 11.0),
+            "with maxima": Timing(5.0, 4.0, 6.0),
+            "torch.topk": Timing(50.0, 0, 0),
+        }
+        mocker.patch("vllm_dsa.bench.topk.measure_interleaved", return_value=clock)
+
+    def test_every_shape(self, run, tmp_path):
+        result = run("topk", *self.SMALL, "--json", tmp_path / "x.json", "--csv", tmp_path / "x.csv")
+        assert result.exit_code == 0, result.output
+        report = json.loads((tmp_path / "x.json").read_text())
+        assert [(row["rows"], row["length"]) for row in report["rows"]] == [(1, 40), (1, 90), (3, 40), (3, 90)]
+        assert {(row["speedup"], row["maxima_us"]) for row in report["rows"]} == {(5.0, 5.0)}
+        assert report["rows"][-1]["floor_us"] == pytest.approx(4 * 3 * 90 / 4100e3)
+        assert "reproduce: vllm-dsa bench topk --rows 1,3 --lengths 40,90 --k 16 --iters 40 --seed 0" in result.output
+
+    def test_a_wrong_index_has_no_number_and_exit_code_1(self, run, mocker):
+        mocker.patch("vllm_dsa.bench.topk.topk_indices", side_effect=lambda logits, lengths, k, out, **_: out.fill_(3))
+        result = run("topk", *self.SMALL)
+        assert result.exit_code == 1
+        assert "WRONG: 1 rows of 40, ours: not the indices of the twin" in result.output
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (("--lengths", "40,8", "--k", "16"), "--lengths must be at least k, 16"),
+            (("--rows", "0"), "--rows must be whole numbers of at least 1"),
+            (("--iters", "0"), "--iters must be at least 1, got 0"),
+        ],
+    )
+    def test_bad_options(self, run, arguments, message):
+        result = run("topk", *arguments)
+        assert result.exit_code == 2
+        assert message in result.output
+
+
 class TestBuild:
     def test_on_the_cpu(self, run, tmp_path, mocker):
         mocker.patch("vllm_dsa.bench.build.is_cuda", return_value=False)
@@ -188,3 +232,6 @@ class TestOnTheGpu:
         (row,) = json.loads((tmp_path / "x.json").read_text())["rows"]
         assert row["launches"] > 0
         assert row["gpu_us"] > 0
+
+    def test_topk(self, run):
+        assert run("topk", "--rows", "3", "--lengths", "5000,70000", "--iters", "3").exit_code == 0

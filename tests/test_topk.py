@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_dsa import ops
+from vllm_dsa import ops, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 INF, NAN = math.inf, math.nan
@@ -184,3 +184,68 @@ def test_validate_finds_starts_out_of_range(monkeypatch):
     starts = torch.tensor([9, 10], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"starts\[1\] is 10; allowed: 0 to 9"):
         ops.topk_indices(torch.zeros(2, 9), torch.ones(2, dtype=torch.int32), 4, starts=starts)
+
+
+class TestValuesAndSlots:
+    def test_values_are_the_chosen_logits(self, generator):
+        logits = torch.randn(4, 50, generator=generator)
+        lengths = torch.tensor([50, 3, 0, 9], dtype=torch.int32)
+        starts = torch.tensor([0, 5, 7, 41], dtype=torch.int32)
+        values = torch.full((4, 8), NAN)
+        found = ops.topk_indices(logits, lengths, 8, starts=starts, values=values)
+        for row in range(4):
+            for index, value in zip(found[row].tolist(), values[row].tolist(), strict=True):
+                expected = -INF if index < 0 else float(logits[row, starts[row] + index])
+                assert value == expected
+
+    @pytest.mark.parametrize("has_map", [False, True])
+    def test_slots_are_where_the_tokens_lie(self, has_map, generator):
+        logits = torch.randn(3, 40, generator=generator)
+        lengths = torch.tensor([40, 3, 0], dtype=torch.int32)
+        request_of_row = torch.tensor([2, 0, 1], dtype=torch.int32) if has_map else None
+        table = torch.randint(0, 1000, (3, 5), generator=generator, dtype=torch.int32)
+        found = ops.topk_indices(logits, lengths, 8)
+        slots = ops.topk_indices(logits, lengths, 8, slots=ops.SlotMap(table, 8, request_of_row))
+        for row in range(3):
+            request = int(request_of_row[row]) if has_map else row
+            for index, slot in zip(found[row].tolist(), slots[row].tolist(), strict=True):
+                assert slot == (-1 if index < 0 else int(table[request, index // 8]) * 8 + index % 8)
+
+    def test_no_columns(self):
+        lengths, values = torch.tensor([3, 3], dtype=torch.int32), torch.zeros(2, 4)
+        table = torch.empty(2, 0, dtype=torch.int32)
+        found = ops.topk_indices(torch.empty(2, 0), lengths, 4, values=values, slots=ops.SlotMap(table, 8))
+        assert (found == -1).all()
+        assert (values == -INF).all()
+
+    @pytest.mark.parametrize(
+        ("change", "error", "message"),
+        [
+            ({"values": torch.zeros(2, 4, dtype=torch.float64)}, TypeError, "values has dtype"),
+            ({"values": torch.zeros(2, 5)}, ValueError, "values has shape"),
+            (
+                {"slots": ops.SlotMap(torch.zeros(3, 5, dtype=torch.int32), 8)},
+                ValueError,
+                "slots.block_table has shape",
+            ),
+            ({"slots": ops.SlotMap(torch.zeros(2, 5, dtype=torch.int32), 0)}, ValueError, "slots.block_size is 0"),
+            ({"group_maxima": torch.zeros(2, 2)}, ValueError, r"group_maxima has shape \(2, 2\); allowed: \(2, 1\)"),
+            ({"group_maxima": torch.zeros(2, 1).double()}, TypeError, "group_maxima has dtype"),
+            (
+                {"group_maxima": torch.zeros(2, 1), "starts": torch.zeros(2, dtype=torch.int32)},
+                ValueError,
+                "group_maxima and starts",
+            ),
+        ],
+    )
+    def test_refuses_and_leaves_out_alone(self, change, error, message):
+        out = torch.full((2, 4), POISON, dtype=torch.int32)
+        good = {"logits": torch.zeros(2, 9), "lengths": torch.ones(2, dtype=torch.int32), "k": 4, "out": out}
+        with pytest.raises(error, match=message):
+            ops.topk_indices(**(good | change))
+        assert (out == POISON).all()
+
+
+def test_largest_of_groups_passes_over_what_is_not_a_number():
+    logits = torch.tensor([[1.0, NAN, 3.0, -INF, NAN, NAN, 5.0]])
+    assert reference.largest_of_groups(logits, 2).tolist() == [[1.0, 3.0, -INF, 5.0]]

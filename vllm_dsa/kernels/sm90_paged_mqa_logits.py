@@ -31,7 +31,7 @@ _ARGUMENT_TYPES = (
     *(_POINTER, _INT64),  # cache, page_stride
     *(_POINTER, _POINTER, _POINTER),  # weights, context_lens, query_start_loc
     *(_POINTER, _INT64, _INT32),  # block_table, table_stride, table_width
-    *(_POINTER, _INT64),  # out, out_stride
+    *(_POINTER, _INT64, _INT64),  # out, out_stride, maxima_offset
     *(_INT32, _INT32, _INT32, _INT32, _INT32),  # width, fill_to, num_reqs, num_rows, early_kv
     ctypes.c_uint64,  # pass_costs
 )
@@ -56,6 +56,7 @@ def launch_sm90_paged_mqa_logits(
     out: torch.Tensor,
     *,
     fill_to: int = 0,
+    group_maxima: torch.Tensor | None = None,
     early_kv: bool = False,
     num_ctas: int | None = None,
 ) -> None:
@@ -81,6 +82,9 @@ def launch_sm90_paged_mqa_logits(
         the end of the request's last tile of 64 tokens are written, -inf at and past the row's length.
     fill_to : int
         Also write -inf up to this column of every row, at most the width.
+    group_maxima : torch.Tensor, optional
+        ``(T, ceil(width / 16))`` of `out`'s dtype and row stride: of each row the largest of 16 neighbouring logits as
+        they are written, -inf for none, for all columns up to the end of the request's last tile.
     early_kv : bool
         Start before the launch before it has ended, by programmatic dependent launch, and read lengths, starts, block
         table and old K at once. For a predecessor that writes nothing of these but the K of the rows' own tokens.
@@ -121,6 +125,7 @@ def launch_sm90_paged_mqa_logits(
             block_table.shape[1],
             out.data_ptr(),
             out.stride(0),
+            0 if group_maxima is None else (group_maxima.data_ptr() - out.data_ptr()) // out.element_size(),
             out.shape[1],
             fill_to,
             min(step, num_requests - first),

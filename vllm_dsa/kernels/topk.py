@@ -84,9 +84,9 @@ def launch_topk(
     slots : SlotMap, optional
         Write slots of a paged cache in place of indices.
     group_maxima : torch.Tensor, optional
-        ``(rows, >= width / 16)`` float32, last stride 1: the largest logit of each 16 neighbours of a row below its
-        length, as `launch_sm90_paged_mqa_logits` writes them. Where they help, of the row only the chosen groups are
-        read. Not with `starts`.
+        ``(rows, ceil(width / 16))`` of the logits' dtype, last stride 1: the largest logit of each 16 neighbours of a
+        row below its length, as `launch_sm90_paged_mqa_logits` writes them. Of a row of over 32768 logits that is
+        16-byte aligned (bfloat16: 8) only the chosen groups are then read. Not with `starts`.
     cluster_size : int, optional
         CTAs that share a row's reading, a power of two up to 8; chosen by rows and width. For tests.
     threads : int, optional
@@ -100,7 +100,7 @@ def launch_topk(
     num_rows, width = logits.shape
     num_sms = _num_sms(torch.cuda.current_device())
     if cluster_size is None:
-        cluster_size = _cluster_size(num_rows, width, num_sms)
+        cluster_size = 1 if group_maxima is not None else _cluster_size(num_rows, width, num_sms)
     # An SM has room for two CTAs of 512 threads or one of 1024, which is faster alone.
     if threads is None:
         threads = 1024 if num_rows * cluster_size <= num_sms else 512

@@ -5,7 +5,7 @@ import functools
 import torch
 
 from vllm_dsa import envs, reference
-from vllm_dsa.kernels.topk import LOGITS_DTYPES, MAX_K, MAX_LENGTH, SlotMap, launch_topk
+from vllm_dsa.kernels.topk import LOGITS_DTYPES, MAX_K, MAX_LENGTH, MAXIMA_GROUP, SlotMap, launch_topk
 from vllm_dsa.ops._checks import FLOAT_DTYPES, check_int, check_tensor, check_values
 from vllm_dsa.platform import HOPPER, check_current_device, current_device
 
@@ -21,6 +21,7 @@ def topk_indices(
     out: torch.Tensor | None = None,
     values: torch.Tensor | None = None,
     slots: SlotMap | None = None,
+    group_maxima: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the indices of the k highest logits of each row's window, in ascending order.
 
@@ -44,6 +45,10 @@ def topk_indices(
     slots : SlotMap, optional
         Return slots of a paged cache in place of indices: ``block_table[request, i // block_size] * block_size + i %
         block_size`` for index i.
+    group_maxima : torch.Tensor, optional
+        (rows, ceil(width / 16)) of the logits' dtype, last stride 1, same device: the largest logit of each 16
+        neighbours, as :func:`ragged_paged_mqa_logits` writes them; only those below a row's length matter. On Hopper
+        long rows are then not read again; the result is the same. Not with `starts`. Not checked: that they are right.
 
     Returns
     -------
@@ -81,6 +86,8 @@ def topk_indices(
         check_tensor("values", values, dtypes=(torch.float32,), shape=(num_rows, k), device=device)
     if slots is not None:
         _check_slots(slots, num_rows, device)
+    if group_maxima is not None:
+        _check_maxima(group_maxima, logits, starts)
     if logits.is_cuda:
         check_current_device(device)
     if out is None:
@@ -90,7 +97,7 @@ def topk_indices(
     if starts is not None and envs.get("VDSA_VALIDATE"):
         check_values("starts", starts, (starts < 0) | (starts > width), f"0 to {width}")
     if _takes(logits, lengths, starts, k):
-        launch_topk(logits, lengths, k, out, starts=starts, values=values, slots=slots)
+        launch_topk(logits, lengths, k, out, starts=starts, values=values, slots=slots, group_maxima=group_maxima)
     else:
         _run_twin(logits, lengths, k, starts, out, values, slots)
     return out
@@ -128,6 +135,14 @@ def _run_twin(
         values.copy_(reference.logits_of_indices(logits, out, starts))
     if slots is not None:
         out.copy_(reference.slots_of_indices(out, slots.block_table, slots.block_size, slots.request_of_row))
+
+
+def _check_maxima(group_maxima: torch.Tensor, logits: torch.Tensor, starts: torch.Tensor | None) -> None:
+    num_rows, width = logits.shape
+    shape = (num_rows, -(-width // MAXIMA_GROUP))
+    check_tensor("group_maxima", group_maxima, dtypes=(logits.dtype,), shape=shape, device=logits.device)
+    if starts is not None:
+        raise ValueError("group_maxima and starts are given; allowed: one of them")
 
 
 def _check_slots(slots: SlotMap, num_rows: int, device: torch.device) -> None:
