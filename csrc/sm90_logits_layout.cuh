@@ -79,7 +79,6 @@ struct Launch {
     int64_t table_stride;
     Logit* out;
     int64_t out_stride;
-    int64_t maxima_offset;  // from a row of logits to its row of maxima; 0 for none
     int table_width, width, fill_to, num_reqs, num_rows;
     bool early_kv;
 };

@@ -42,22 +42,20 @@ class RowGroup {
         out_ = launch.out + static_cast<int64_t>(first_row + row) * launch.out_stride + first_token;
     }
 
-    __device__ __forceinline__ void store(const Launch& launch, const float* scores, const float (&scales)[2],
+    __device__ __forceinline__ void store(const float* scores, const float (&scales)[2],
                                           int tile_start) const {
         float sums[2];
         sum_heads(scores, sums);
         Logit* const out = out_ + tile_start;
-        float largest;
         if constexpr (ROWS == 4) {
-            largest = fmaxf(put(out, tile_start, sums[0] * scales[0]),
-                            put(out + 8, tile_start + 8, sums[1] * scales[1]));
+            put(out, tile_start, sums[0] * scales[0]);
+            put(out + 8, tile_start + 8, sums[1] * scales[1]);
         } else {
             float sum =
                 (second_token_ ? sums[1] : sums[0]) + ptx::shuffle_xor(second_token_ ? sums[0] : sums[1], 1);
             if constexpr (ROWS == 1) sum += ptx::shuffle_xor(sum, 2);
-            largest = put(out, tile_start, sum * (second_token_ ? scales[1] : scales[0]));
+            put(out, tile_start, sum * (second_token_ ? scales[1] : scales[0]));
         }
-        if (launch.maxima_offset != 0) put_largest(largest, tile_start, launch.maxima_offset);
     }
 
    private:
@@ -90,23 +88,8 @@ class RowGroup {
         }
     }
 
-    // Returns what it stores.
-    __device__ __forceinline__ float put(Logit* out, int token, float logit) const {
-        const float stored = token < length_ ? logit : minus_infinity();
-        ptx::store_if(token < room_, out, to_logit(stored));
-        return stored;
-    }
-
-    // Of the warp's 16 tokens: by the lanes that have the first of them, whose logits these are beside.
-    __device__ __forceinline__ void put_largest(float largest, int tile_start, int64_t offset) const {
-        if constexpr (ROWS < 4) largest = fmaxf(largest, ptx::shuffle_xor(largest, 1));
-#pragma unroll
-        for (int lanes = 4; lanes < 32; lanes *= 2)
-            largest = fmaxf(largest, ptx::shuffle_xor(largest, lanes));
-        const int first_token = tile_token() & ~7;
-        Logit* const place = out_ - first_token + offset + (tile_start + first_token) / 16;
-        const bool has_first = (threadIdx.x & 31) < 4 && !second_token_;
-        ptx::store_if(has_first && tile_start < room_, place, to_logit(largest));
+    __device__ __forceinline__ void put(Logit* out, int token, float logit) const {
+        ptx::store_if(token < room_, out, to_logit(token < length_ ? logit : minus_infinity()));
     }
 
     float weights_[LANE_HEADS];
@@ -120,7 +103,7 @@ class RowGroup<0> {
    public:
     static constexpr int SCORES = 0;
     __device__ __forceinline__ void open(const Launch&, uint32_t, int) {}
-    __device__ __forceinline__ void store(const Launch&, const float*, const float (&)[2], int) const {}
+    __device__ __forceinline__ void store(const float*, const float (&)[2], int) const {}
 };
 
 // The rows of one warpgroup in a pass: their queries, their groups, and the tiles of the ring that it scores
@@ -132,8 +115,7 @@ class Scorer {
 
     __device__ __forceinline__ Scorer(const Launch& launch, const Shared& shared, const Pass& pass, int group,
                                       int half, uint32_t index)
-        : launch_(launch),
-          shared_(shared),
+        : shared_(shared),
           queries_(ptx::swizzled_rows_descriptor(shared.q(half))),
           index_(index),
           tile_begin_(pass.tile_begin),
@@ -181,7 +163,7 @@ class Scorer {
         }
         jitter();
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) store(launch_, scores[i], scales[i], (tile_begin_ + tile + i) * TILE);
+        for (int i = 0; i < COUNT; ++i) store(scores[i], scales[i], (tile_begin_ + tile + i) * TILE);
     }
 
    private:
@@ -189,16 +171,14 @@ class Scorer {
 
     __device__ __forceinline__ uint32_t slot(int tile) const { return (index_ + tile) % RING; }
 
-    __device__ __forceinline__ void store(const Launch& launch, const float* scores, const float (&scales)[2],
+    __device__ __forceinline__ void store(const float* scores, const float (&scales)[2],
                                           int tile_start) const {
 #pragma unroll
-        for (int i = 0; i < FOURS; ++i)
-            fours_[i].store(launch, scores + i * RowGroup<4>::SCORES, scales, tile_start);
-        pair_.store(launch, scores + FOURS * RowGroup<4>::SCORES, scales, tile_start);
-        one_.store(launch, scores + FOURS * RowGroup<4>::SCORES + RowGroup<PAIR>::SCORES, scales, tile_start);
+        for (int i = 0; i < FOURS; ++i) fours_[i].store(scores + i * RowGroup<4>::SCORES, scales, tile_start);
+        pair_.store(scores + FOURS * RowGroup<4>::SCORES, scales, tile_start);
+        one_.store(scores + FOURS * RowGroup<4>::SCORES + RowGroup<PAIR>::SCORES, scales, tile_start);
     }
 
-    const Launch& launch_;
     const Shared& shared_;
     uint64_t queries_;
     uint32_t index_;

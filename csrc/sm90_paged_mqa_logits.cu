@@ -9,9 +9,6 @@
 // itself, in units of one tile, so no metadata is needed, and a logit is computed whole by one warp: its bits
 // depend neither on the split nor on the batch.
 //
-// The largest logit of each 16 neighbours, one warp's part of a tile, can be written beside them: what a
-// top-k needs to know which logits to look at.
-//
 // Set by the launcher: HEADS (64, 32, 16), BLOCK_SIZE (64, 32), OUT_BF16 (0, 1), PASS_ROWS (8: the costs are
 // eight bytes), MAX_REQUESTS (in shared memory). For tests: JITTER (random sleeps).
 #include "sm90_logits_feed.cuh"
@@ -24,13 +21,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                           const __grid_constant__ CUtensorMap q_map_1, const uint8_t* cache,
                           int64_t page_stride, const float* weights, const int* context_lens,
                           const int* query_start_loc, const int* block_table, int64_t table_stride,
-                          int table_width, Logit* out, int64_t out_stride, int64_t maxima_offset, int width,
-                          int fill_to, int num_reqs, int num_rows, int early_kv, uint64_t pass_costs) {
+                          int table_width, Logit* out, int64_t out_stride, int width, int fill_to,
+                          int num_reqs, int num_rows, int early_kv, uint64_t pass_costs) {
     extern __shared__ __align__(1024) uint8_t shared_memory[];
     const Launch launch{&kv_map,      &q_map_4, &q_map_2,     &q_map_1,        cache,
                         page_stride,  weights,  context_lens, query_start_loc, block_table,
-                        table_stride, out,      out_stride,   maxima_offset,   table_width,
-                        width,        fill_to,  num_reqs,     num_rows,        early_kv != 0};
+                        table_stride, out,      out_stride,   table_width,     width,
+                        fill_to,      num_reqs, num_rows,     early_kv != 0};
     const Shared shared{ptx::shared_address(shared_memory)};
     // All barriers lie in a row, so a thread makes each. A slot is empty when a lane of each of eight warps
     // has said so, or two each of four; the others have one arrival.

@@ -71,65 +71,56 @@ __device__ __forceinline__ void choose_logits(const Row& row, Shared& shared, in
     }
 }
 
-// Positions of the k best of a row. False if the groups' keys are of maxima that do not tell: among -inf and
-// NaN a maximum hides what is in its group.
-__device__ __forceinline__ bool choose(const Row& row, Shared& shared, int k, bool are_maxima) {
+__device__ __forceinline__ void choose(const Row& row, Shared& shared, int k) {
     const Keys groups = keys_of_groups(shared, row.num_groups());
     const Range range = find_range(shared, groups, k);
     const bool are_logits = row.group_shift == 0;
     const Threshold best =
         find_threshold(shared, groups, range, k, are_logits ? k : k + MAX_CHOSEN_GROUPS - MAX_K);
-    if (are_maxima && best.lowest() <= KEY_OF_MINUS_INFINITY) return false;
     take(shared, groups, best, [&](int slot, int i) { shared.groups[slot] = i; });
-    if (are_logits) return true;
+    if (are_logits) return;
     if (threadIdx.x < 256) shared.histogram[0][threadIdx.x] = 0;
     __syncthreads();
     choose_logits(row, shared, k, best.chosen, {best.lowest(), range.high});
-    return true;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
-    topk(const Logit* logits, int64_t stride, int width, const int* lengths, const int* starts,
-         const Logit* maxima, int64_t maxima_stride, int k, int* indices, int64_t indices_stride,
-         float* values, int64_t values_stride, const int* block_table, int64_t table_stride,
-         const int* request_of_row, int block_size) {
+    topk(const Logit* logits, int64_t stride, int width, const int* lengths, const int* starts, int k,
+         int* indices, int64_t indices_stride, float* values, int64_t values_stride, const int* block_table,
+         int64_t table_stride, const int* request_of_row, int block_size) {
     extern __shared__ __align__(16) uint8_t shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
     const int cluster_size = ptx::cluster_size(), rank = ptx::cluster_rank();
     ptx::wait_for_predecessor();
     const int number = blockIdx.x / cluster_size;
     const Row row(number, logits + number * stride, width, lengths[number],
-                  starts == nullptr ? 0 : starts[number], maxima != nullptr);
+                  starts == nullptr ? 0 : starts[number]);
     const bool chooses = row.length > k;
-    // A short row is the leader's alone, and so are the maxima.
-    const bool is_shared = chooses && row.is_shared() && !row.takes_maxima && cluster_size > 1;
+    // A short row is the leader's alone.
+    const bool is_shared = chooses && row.is_shared() && cluster_size > 1;
+    if (is_shared) ptx::cluster_sync();  // the leader has started, so its memory may be written
+    if (chooses && (is_shared || rank == 0)) {
+        if (row.is_shared()) {
+            read_groups(row, shared, rank, is_shared ? cluster_size : 1);
+        } else {
+            read_logits(row, shared);
+        }
+    }
+    if (is_shared) ptx::cluster_sync();
+    if (rank != 0) return;
+    __syncthreads();
+
     const Output out{indices,     indices_stride, values,         values_stride,
                      block_table, table_stride,   request_of_row, block_size};
-    if (!chooses) {
-        if (rank == 0) put_all(row, out, k);
-        return;
-    }
-#pragma unroll 1
-    for (bool are_maxima = row.takes_maxima;; are_maxima = false) {
-        if (is_shared) ptx::cluster_sync();  // the leader has started, so its memory may be written
-        if (is_shared || rank == 0) {
-            if (are_maxima) {
-                read_maxima(row, shared, maxima + number * maxima_stride);
-            } else if (row.is_shared()) {
-                read_groups(row, shared, rank, is_shared ? cluster_size : 1);
-            } else {
-                read_logits(row, shared);
-            }
-        }
-        if (is_shared) ptx::cluster_sync();
-        if (rank != 0) return;
+    if (chooses) {
+        choose(row, shared, k);
         __syncthreads();
-        if (choose(row, shared, k, are_maxima)) break;
-        __syncthreads();
-    }
-    __syncthreads();
-    const int* const positions = row.group_shift == 0 ? shared.groups : shared.results();
+        const int* const positions = row.group_shift == 0 ? shared.groups : shared.results();
 #pragma unroll 1
-    for (int slot = threadIdx.x; slot < k; slot += THREADS) out.put(row, slot, positions[slot] - row.lead);
+        for (int slot = threadIdx.x; slot < k; slot += THREADS)
+            out.put(row, slot, positions[slot] - row.lead);
+    } else {
+        put_all(row, out, k);
+    }
     ptx::launch_dependents();
 }

@@ -31,10 +31,7 @@ class Keys {
 };
 
 __device__ __forceinline__ Keys keys_of_groups(const Shared& shared, int count) {
-    // Opaque: the addresses would be worked out before the row is read, and hold registers all along.
-    int thread = threadIdx.x;
-    asm volatile("" : "+r"(thread));
-    return {shared.keys, count, thread, (count + THREADS - 1) / THREADS};
+    return {shared.keys, count, int(threadIdx.x), (count + THREADS - 1) / THREADS};
 }
 
 // The logits of the chosen groups, a run of groups for each warp: logit i of the run, in order.

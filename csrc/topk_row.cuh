@@ -12,7 +12,6 @@ constexpr int KEYS_PER_THREAD = MAX_GROUPS / THREADS;
 // Keys that a warp keeps of the groups that it reads again: what fits its registers.
 constexpr int KEPT = 32 * KEYS_PER_THREAD;
 constexpr int QUAD_SHIFT = 2, QUAD = 1 << QUAD_SHIFT;
-constexpr int MAXIMA_SHIFT = 4;
 
 #if LOGITS_BF16
 using Logit = uint16_t;
@@ -32,8 +31,6 @@ __device__ __forceinline__ int lane_index() { return threadIdx.x & 31; }
 __device__ __forceinline__ int warp_index() { return threadIdx.x >> 5; }
 __device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fffffff); }
 
-constexpr uint32_t KEY_OF_MINUS_INFINITY = 0x007fffffu;
-
 // In the order of the logits: -0.0 equals 0.0, NaN is below -inf, and 0 is what is no logit of the row.
 __device__ __forceinline__ uint32_t sortable(float value) {
     const uint32_t bits = __float_as_uint(value + 0.f);
@@ -48,6 +45,7 @@ __device__ __forceinline__ constexpr int padded(int word) { return word + word /
 class Floor {
    public:
     __device__ __forceinline__ explicit Floor(uint32_t key) : takes_all_(key <= 1) {
+        constexpr uint32_t KEY_OF_MINUS_INFINITY = 0x007fffffu;
         key = max(key, KEY_OF_MINUS_INFINITY);
         floor_ = __uint_as_float(key >> 31 ? key ^ 0x80000000u : ~key);
     }
@@ -81,10 +79,8 @@ struct Row {
     int number;
     const Logit* base;
     int lead, length, group_shift;  // groups of 1, or of a power of two from 4
-    bool takes_maxima;
 
-    __device__ __forceinline__ Row(int number, const Logit* row, int width, int wanted, int start,
-                                   bool has_maxima)
+    __device__ __forceinline__ Row(int number, const Logit* row, int width, int wanted, int start)
         : number(number) {
         const Logit* first = row + start;
         lead = reinterpret_cast<uint64_t>(first) / sizeof(Logit) % QUAD;
@@ -95,9 +91,6 @@ struct Row {
             group_shift = QUAD_SHIFT;
             while (end() > MAX_GROUPS << group_shift) ++group_shift;
         }
-        // Of use where there are more of them than k, and where the row starts with a group.
-        takes_maxima = has_maxima && lead == 0 && length > MAX_K << MAXIMA_SHIFT;
-        if (takes_maxima) group_shift = max(group_shift, MAXIMA_SHIFT);
     }
 
     __device__ __forceinline__ int end() const { return lead + length; }
@@ -168,17 +161,5 @@ __device__ __forceinline__ void read_groups(const Row& row, Shared& shared, int 
                 if (quad < end) ptx::store_cluster(keys + padded(quad >> shift) * 4, sortable(largest[i]));
             }
         }
-    }
-}
-
-// The keys of the groups from the maxima of 16 logits each that the logits' kernel wrote.
-__device__ __forceinline__ void read_maxima(const Row& row, Shared& shared, const Logit* maxima) {
-    const int shift = row.group_shift - MAXIMA_SHIFT, total = ((row.length - 1) >> MAXIMA_SHIFT) + 1;
-    for (int group = threadIdx.x; group < row.num_groups(); group += THREADS) {
-        float largest = not_a_number();
-        for (int i = group << shift; i < min((group + 1) << shift, total); ++i)
-            largest = fmaxf(largest, to_float(maxima[i]));
-        // A group of NaN that the row's end cuts is filled up with -inf.
-        shared.keys[padded(group)] = largest > __int_as_float(0xff800000) ? sortable(largest) : 1u;
     }
 }

@@ -15,9 +15,6 @@ from vllm_dsa.bench.timing import syncs_with_host
 from vllm_dsa.kernels import sm90_paged_mqa_logits as sm90
 from vllm_dsa.kernels.jit import KernelVariant
 from vllm_dsa.kernels.sm90_paged_mqa_logits import launch_sm90_paged_mqa_logits
-from vllm_dsa.ops import topk_indices
-from vllm_dsa.reference import largest_of_groups
-from vllm_dsa.reference import topk_indices as topk_twin
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -139,37 +136,6 @@ def test_every_depth_has_the_bits_of_depth_one(depth, heads, dtype, seed):
     live = torch.arange(1500, device=CUDA) < case.context_lens.unsqueeze(1)
     assert live.any()
     assert torch.equal(deep[live], single[live])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5, 6, 7, 8, 11])
-def test_group_maxima_are_those_of_what_is_written(depth, heads, dtype, seed):
-    width = 1490
-    case = RaggedCase(RaggedShape((depth,) * 5, 1500, heads=heads), seed, CUDA)
-    buffer = torch.full((5 * depth, 1600), float("nan"), dtype=dtype, device=CUDA)
-    out, maxima = buffer[:, :width], buffer[:, 1495 : 1495 + 94]
-    launch(case, out, group_maxima=maxima)
-    assert torch.equal(out.nan_to_num(nan=7.0), logits(case, dtype, width).nan_to_num(nan=7.0))
-    assert torch.equal(maxima.nan_to_num(nan=-float("inf")), largest_of_groups(out, 16))
-    written = torch.arange(94, device=CUDA) * 16 < case.tile_ends.unsqueeze(1)
-    assert torch.equal(maxima.isnan(), ~written)
-    assert buffer[:, width:1495].isnan().all()
-    assert buffer[:, 1589:].isnan().all()
-
-
-def test_top_k_by_group_maxima_is_the_top_k(seed):
-    width = 70000
-    case = RaggedCase(RaggedShape((3, 1, 4, 2), width), seed, CUDA)
-    case.context_lens[:3] = torch.tensor([69999, 40000, 32769], device=CUDA)
-    # Any pages: some tokens of them are not a number.
-    case.block_table = torch.randint(len(case.cache), (4, 1094), device=CUDA, dtype=torch.int32)
-    buffer = torch.full((10, 74400), float("nan"), device=CUDA)
-    out, maxima = buffer[:, :width], buffer[:, width : width + 4375]
-    launch(case, out, group_maxima=maxima)
-    by_rows = topk_indices(out, case.context_lens, 2048)
-    assert torch.equal(topk_indices(out, case.context_lens, 2048, group_maxima=maxima), by_rows)
-    assert torch.equal(by_rows, topk_twin(out, case.context_lens, 2048))
 
 
 def test_bits_depend_neither_on_the_grid_nor_on_the_batch(seed):

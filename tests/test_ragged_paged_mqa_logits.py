@@ -203,7 +203,7 @@ class TestKernelLimits:
         assert (out.shape, out.dtype) == ((3, 80), torch.bfloat16)
         (call,) = self.launch.call_args_list
         assert all(have is want for have, want in zip(call.args, (*scene.arguments(), out), strict=True))
-        assert call.kwargs == {"fill_to": 7, "group_maxima": None, "early_kv": True}
+        assert call.kwargs == {"fill_to": 7, "early_kv": True}
 
     @pytest.mark.parametrize(("mix", "width"), [([], 64), ([[], []], 64), ([[5]], 0)])
     def test_nothing_to_do_is_no_launch(self, mix, width, generator):
@@ -286,36 +286,3 @@ class TestValidate:
         pages = self.scene.cache.shape[0]
         self.scene.block_table[2, 0] = pages
         self.refuses(rf"block_table\[2, 0\] is {pages}; allowed: 0 to {pages - 1}")
-
-
-def test_group_maxima_are_the_largest_of_sixteen(generator):
-    scene = Scene([[70, 71], [40]], generator)
-    buffer = torch.full((3, 96), float("nan"))
-    out, maxima = buffer[:, :80], buffer[:, 85:90]
-    scene.run(80, out=out, group_maxima=maxima)
-    assert torch.equal(maxima, out.view(3, 5, 16).amax(2))
-    assert_close(out, scene.expected(80))
-    assert buffer[:, 80:85].isnan().all()
-    assert buffer[:, 90:].isnan().all()
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "error", "message"),
-    [
-        ({"group_maxima": torch.zeros(3, 5)}, ValueError, "group_maxima is given without out"),
-        ({"out": torch.zeros(3, 80), "group_maxima": torch.zeros(3, 4)}, ValueError, "group_maxima has shape"),
-        (
-            {"out": torch.zeros(3, 80), "group_maxima": torch.zeros(3, 5).bfloat16()},
-            TypeError,
-            "group_maxima has dtype",
-        ),
-        (
-            {"out": torch.zeros(3, 80), "group_maxima": torch.zeros(3, 5)},
-            ValueError,
-            "allowed: the row stride of out, 80",
-        ),
-    ],
-)
-def test_group_maxima_of_another_form_are_refused(kwargs, error, message, generator):
-    with pytest.raises(error, match=message):
-        Scene([[70, 71], [40]], generator).run(80, **kwargs)

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_dsa import ops, reference
+from vllm_dsa import ops
+from vllm_dsa.ops import topk as topk_op
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 INF, NAN = math.inf, math.nan
@@ -229,13 +230,6 @@ class TestValuesAndSlots:
                 "slots.block_table has shape",
             ),
             ({"slots": ops.SlotMap(torch.zeros(2, 5, dtype=torch.int32), 0)}, ValueError, "slots.block_size is 0"),
-            ({"group_maxima": torch.zeros(2, 2)}, ValueError, r"group_maxima has shape \(2, 2\); allowed: \(2, 1\)"),
-            ({"group_maxima": torch.zeros(2, 1).double()}, TypeError, "group_maxima has dtype"),
-            (
-                {"group_maxima": torch.zeros(2, 1), "starts": torch.zeros(2, dtype=torch.int32)},
-                ValueError,
-                "group_maxima and starts",
-            ),
         ],
     )
     def test_refuses_and_leaves_out_alone(self, change, error, message):
@@ -246,6 +240,26 @@ class TestValuesAndSlots:
         assert (out == POISON).all()
 
 
-def test_largest_of_groups_passes_over_what_is_not_a_number():
-    logits = torch.tensor([[1.0, NAN, 3.0, -INF, NAN, NAN, 5.0]])
-    assert reference.largest_of_groups(logits, 2).tolist() == [[1.0, 3.0, -INF, 5.0]]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("width", "stride", "offset", "has_starts", "expected"),
+    [
+        (1 << 20, 1 << 20, 0, False, True),
+        (1 << 20, (1 << 20) + 4, 8, False, True),
+        (1 << 20, (1 << 20) + 2, 0, False, False),
+        (1 << 20, 1 << 20, 2, False, False),
+        (1 << 20, 1 << 20, 0, True, False),
+        ((1 << 20) - 3, (1 << 20) + 1, 1, True, True),
+        ((1 << 20) + 1, (1 << 20) + 4, 0, False, False),
+        (0, 4, 0, False, False),
+    ],
+)
+def test_which_rows_the_kernel_takes(width, stride, offset, has_starts, expected, dtype, mocker):
+    """Its groups hold a row of 2**20 only where none of the first is lost to what lies before."""
+    mocker.patch("vllm_dsa.ops.topk._is_hopper", return_value=True)
+    memory = torch.empty(2 * stride + offset + 16, dtype=dtype)
+    first = -(memory.data_ptr() // memory.element_size()) % 4
+    logits = memory.as_strided((2, width), (stride, 1), first + offset)
+    mocker.patch.object(torch.Tensor, "is_cuda", True)
+    lengths = torch.zeros(2, dtype=torch.int32)
+    assert topk_op._takes(logits, lengths, lengths if has_starts else None, 2048) is expected

@@ -11,17 +11,8 @@ from vllm_dsa.bench.forms import Form
 from vllm_dsa.bench.inputs import TOPK, case_builder, decode_batch
 from vllm_dsa.bench.truth import SampledTruth
 from vllm_dsa.config import DsaConfig
-from vllm_dsa.indexer import IndexerDecodeMetadata, decode_logits
-from vllm_dsa.ops import (
-    MAXIMA_GROUP,
-    IndexKCacheLayout,
-    LogitsBackend,
-    RopeStyle,
-    ScaleFormat,
-    fold_q,
-    store_index_k,
-    topk_indices,
-)
+from vllm_dsa.indexer import decode_logits
+from vllm_dsa.ops import IndexKCacheLayout, RopeStyle, ScaleFormat, fold_q, store_index_k, topk_indices
 from vllm_dsa.ops.row_map import tokens_of_rows
 from vllm_dsa.reference import make_cos_sin
 from vllm_dsa.runner.oracle import check_row
@@ -94,7 +85,6 @@ class IndexerStep:
         heads = inputs.q.shape[1]
         builder = case_builder(case, form.caps, layout, heads, form.plan.backend.value, table.device)
         self._metadata = builder.build_decode(decode_batch(case, table))
-        self._out, self._maxima = _logits_buffer(self._metadata)
         pages = table[inputs.requests, inputs.positions // block_size].long()
         self._slots = pages * block_size + inputs.positions % block_size
 
@@ -165,15 +155,13 @@ class IndexerStep:
         )
 
     def _logits(self, row_q: torch.Tensor, row_weights: torch.Tensor) -> torch.Tensor:
-        return decode_logits(
-            self._metadata, row_q, row_weights, self._cache, self._caps, out=self._out, group_maxima=self._maxima
-        )
+        return decode_logits(self._metadata, row_q, row_weights, self._cache, self._caps)
 
     def _topk(self, row_logits: torch.Tensor) -> None:
         metadata = self._metadata
         logits = tokens_of_rows(row_logits, metadata.token_to_row)
         lengths = tokens_of_rows(metadata.context_lens.flatten(), metadata.token_to_row)
-        topk_indices(logits, lengths, TOPK, out=metadata.topk_indices, group_maxima=self._maxima)
+        topk_indices(logits, lengths, TOPK, out=metadata.topk_indices)
 
     def _whole(self) -> torch.Tensor:
         row_q, row_weights = self._fold_rows()
@@ -181,14 +169,3 @@ class IndexerStep:
         row_logits = self._logits(row_q, row_weights)
         self._topk(row_logits)
         return row_logits
-
-
-def _logits_buffer(metadata: IndexerDecodeMetadata) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return where our kernel writes logits and, behind them in each row, their group maxima; DeepGEMM allocates."""
-    if metadata.plan.backend is not LogitsBackend.SM90:
-        return None, None
-    width = metadata.max_context_len
-    groups = -(-width // MAXIMA_GROUP)
-    stride = -(-(width + groups) // 4) * 4
-    buffer = torch.empty(metadata.plan.num_tokens, stride, device=metadata.context_lens.device)
-    return buffer[:, :width], buffer[:, width : width + groups]

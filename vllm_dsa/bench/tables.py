@@ -53,14 +53,13 @@ def indexer_tables(rows: Sequence[IndexerRow]) -> list[TextTable]:
 
 def topk_tables(rows: Sequence[TopkRow]) -> list[TextTable]:
     """Return one table of all shapes."""
-    columns = ("rows", "length", "us", "p10-p90", "with maxima us", "torch.topk us", "x torch", "floor us")
+    columns = ("rows", "length", "us", "p10-p90", "torch.topk us", "x torch", "floor us")
     body = tuple(
         (
             str(row.rows),
             str(row.length),
             f"{row.median_us:.1f}",
             f"{row.p10_us:.1f}-{row.p90_us:.1f}",
-            f"{row.maxima_us:.1f}",
             f"{row.torch_us:.1f}",
             f"{row.speedup:.1f}",
             f"{row.floor_us:.1f}",

@@ -9,11 +9,10 @@ import torch
 from vllm_dsa.bench.gpu import GpuRig, set_up_gpu
 from vllm_dsa.bench.results import BenchReport, environment
 from vllm_dsa.bench.timing import CapturedGraph, Timing, capture, measure_interleaved
-from vllm_dsa.ops import MAXIMA_GROUP, topk_indices
-from vllm_dsa.reference import largest_of_groups
+from vllm_dsa.ops import topk_indices
 from vllm_dsa.reference import topk_indices as topk_twin
 
-OURS, WITH_MAXIMA, TORCH = "ours", "with maxima", "torch.topk"
+OURS, TORCH = "ours", "torch.topk"
 _POISON = -7
 
 
@@ -72,8 +71,6 @@ class TopkRow:
     rows, length, k : int
     median_us, p10_us, p90_us : float
         Of ours.
-    maxima_us : float
-        Median of ours with the group maxima that the Hopper logits kernel can write.
     torch_us : float
         Median of torch.topk, whose ties are in any order.
     floor_us : float
@@ -88,7 +85,6 @@ class TopkRow:
     median_us: float
     p10_us: float
     p90_us: float
-    maxima_us: float
     torch_us: float
     floor_us: float
     speedup: float
@@ -122,19 +118,15 @@ def _bench_shape(rows: int, length: int, options: TopkOptions, rig: GpuRig, repo
     logits = torch.randn(rows, length, generator=generator, device=rig.device)
     lengths = torch.full((rows,), length, dtype=torch.int32, device=rig.device)
     out = torch.empty(rows, options.k, dtype=torch.int32, device=rig.device)
-    maxima = largest_of_groups(logits, MAXIMA_GROUP)
-    select = functools.partial(topk_indices, logits, lengths, options.k, out=out)
-    graphs = {OURS: capture(select), WITH_MAXIMA: capture(functools.partial(select, group_maxima=maxima))}
-    expected = topk_twin(logits, lengths, options.k)
-    for name, graph in graphs.items():
-        # The graph that is timed is the one that is checked, and only what its replay writes can pass.
-        out.fill_(_POISON)
-        graph.replay()
-        if not torch.equal(out, expected):
-            report.errors.append(f"{rows} rows of {length}, {name}: not the indices of the twin")
-            return
-    graphs[TORCH] = capture(functools.partial(torch.topk, logits, options.k, dim=1))
-    report.rows.append(_row(rows, length, options, rig, graphs))
+    graph = capture(functools.partial(topk_indices, logits, lengths, options.k, out=out))
+    # The graph that is timed is the one that is checked, and only what its replay writes can pass.
+    out.fill_(_POISON)
+    graph.replay()
+    if not torch.equal(out, topk_twin(logits, lengths, options.k)):
+        report.errors.append(f"{rows} rows of {length}: not the indices of the twin")
+        return
+    theirs = capture(functools.partial(torch.topk, logits, options.k, dim=1))
+    report.rows.append(_row(rows, length, options, rig, {OURS: graph, TORCH: theirs}))
 
 
 def _row(rows: int, length: int, options: TopkOptions, rig: GpuRig, graphs: dict[str, CapturedGraph]) -> TopkRow:
@@ -148,7 +140,6 @@ def _row(rows: int, length: int, options: TopkOptions, rig: GpuRig, graphs: dict
         median_us=ours.median_us,
         p10_us=ours.p10_us,
         p90_us=ours.p90_us,
-        maxima_us=timings[WITH_MAXIMA].median_us,
         torch_us=theirs,
         floor_us=4 * rows * length / rig.ceilings.gb_per_s / 1e3,
         speedup=theirs / ours.median_us,

@@ -29,7 +29,6 @@ def decode_logits(
     cache: torch.Tensor,
     caps: PagedMQALogitsCapabilities,
     out: torch.Tensor | None = None,
-    group_maxima: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Score a layer's cached tokens for every row of a decode step.
 
@@ -47,10 +46,6 @@ def decode_logits(
         What the step was planned for.
     out : torch.Tensor, optional
         ``(G * c, max_context_len)`` float32 (for our Hopper kernel also bfloat16), last stride 1, to write into.
-    group_maxima : torch.Tensor, optional
-        ``(G * c, ceil(max_context_len / 16))`` of `out`'s dtype and row stride, to write the largest of each 16
-        neighbouring logits into, for :func:`vllm_dsa.ops.topk_indices`. For steps planned for our Hopper kernel, with
-        `out`.
 
     Returns
     -------
@@ -61,8 +56,7 @@ def decode_logits(
     Raises
     ------
     TypeError, ValueError
-        If `group_maxima` is given for a step that is not planned for our Hopper kernel. Otherwise as
-        :func:`vllm_dsa.ops.ragged_paged_mqa_logits` for a step that is planned for our Hopper kernel, and as
+        As :func:`vllm_dsa.ops.ragged_paged_mqa_logits` for a step that is planned for our Hopper kernel, and as
         :func:`vllm_dsa.ops.paged_mqa_logits` for every other.
 
     Notes
@@ -80,12 +74,7 @@ def decode_logits(
             starts,
             metadata.block_table,
             max_context_len=metadata.max_context_len,
-            group_maxima=group_maxima,
             out=out,
-        )
-    if group_maxima is not None:
-        raise ValueError(
-            f"group_maxima is given for a step by {metadata.plan.backend.value}; allowed: None, but for steps by sm90"
         )
     return paged_mqa_logits(
         row_q.view(*metadata.context_lens.shape, *row_q.shape[1:]),

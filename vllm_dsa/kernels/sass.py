@@ -16,6 +16,7 @@ from vllm_dsa.kernels.jit_errors import JitUnavailableError
 # Tensor cores, the copy engine, spills, barriers, shuffles.
 OPCODE_CLASSES = ("QGMMA", "HGMMA", "UTMALDG", "LDL", "STL", "BAR", "SHFL")
 
+_PARAMETER = re.compile(r"Ordinal : (0x[0-9a-f]+)\s+Offset\s+: 0x[0-9a-f]+\s+Size\s+: (0x[0-9a-f]+)")
 _USAGE = re.compile(r"Function (?P<symbol>\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)", re.MULTILINE)
 
@@ -75,6 +76,20 @@ def inspect_cubin(cubin: bytes, symbol: str) -> KernelReport:
         opcode_counts={name: opcodes[name] for name in OPCODE_CLASSES},
         num_instructions=opcodes.total(),
     )
+
+
+def parameter_sizes(cubin: bytes) -> list[int]:
+    """Return the bytes of each parameter of a cubin's one kernel, in order.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no ``cuobjdump``.
+    ValueError
+        If it refuses the cubin.
+    """
+    sizes = {int(ordinal, 16): int(size, 16) for ordinal, size in _PARAMETER.findall(_cuobjdump(cubin, "-elf"))}
+    return [sizes[ordinal] for ordinal in sorted(sizes)]
 
 
 def disassemble(cubin: bytes, symbol: str) -> str:

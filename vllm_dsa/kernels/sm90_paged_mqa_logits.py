@@ -26,12 +26,12 @@ _THREADS = 384
 _SHARED_BYTES = 227 * 1024
 
 _MAP, _POINTER, _INT64, _INT32 = None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-_ARGUMENT_TYPES = (
+ARGUMENT_TYPES = (
     *(_MAP, _MAP, _MAP, _MAP),  # K, and q in groups of four, two and one rows
     *(_POINTER, _INT64),  # cache, page_stride
     *(_POINTER, _POINTER, _POINTER),  # weights, context_lens, query_start_loc
     *(_POINTER, _INT64, _INT32),  # block_table, table_stride, table_width
-    *(_POINTER, _INT64, _INT64),  # out, out_stride, maxima_offset
+    *(_POINTER, _INT64),  # out, out_stride
     *(_INT32, _INT32, _INT32, _INT32, _INT32),  # width, fill_to, num_reqs, num_rows, early_kv
     ctypes.c_uint64,  # pass_costs
 )
@@ -56,7 +56,6 @@ def launch_sm90_paged_mqa_logits(
     out: torch.Tensor,
     *,
     fill_to: int = 0,
-    group_maxima: torch.Tensor | None = None,
     early_kv: bool = False,
     num_ctas: int | None = None,
 ) -> None:
@@ -82,9 +81,6 @@ def launch_sm90_paged_mqa_logits(
         the end of the request's last tile of 64 tokens are written, -inf at and past the row's length.
     fill_to : int
         Also write -inf up to this column of every row, at most the width.
-    group_maxima : torch.Tensor, optional
-        ``(T, ceil(width / 16))`` of `out`'s dtype and row stride: of each row the largest of 16 neighbouring logits as
-        they are written, -inf for none, for all columns up to the end of the request's last tile.
     early_kv : bool
         Start before the launch before it has ended, by programmatic dependent launch, and read lengths, starts, block
         table and old K at once. For a predecessor that writes nothing of these but the K of the rows' own tokens.
@@ -125,7 +121,6 @@ def launch_sm90_paged_mqa_logits(
             block_table.shape[1],
             out.data_ptr(),
             out.stride(0),
-            0 if group_maxima is None else (group_maxima.data_ptr() - out.data_ptr()) // out.element_size(),
             out.shape[1],
             fill_to,
             min(step, num_requests - first),
@@ -133,7 +128,7 @@ def launch_sm90_paged_mqa_logits(
             early_kv,
             _packed_costs(num_heads),
         )
-        launch(config, kernel, arguments, _ARGUMENT_TYPES)
+        launch(config, kernel, arguments, ARGUMENT_TYPES)
 
 
 def variants() -> tuple[KernelVariant, ...]:

@@ -12,10 +12,9 @@ from vllm_dsa.platform import current_device
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16)
 MAX_K = 2048
-# Longest window of a row: 8192 groups of at most 128 logits.
+# Longest window of a row: 8192 groups of at most 128 logits. What it lies past a multiple of 4 logits counts too.
 MAX_LENGTH = 1 << 20
-# Logits in one of `group_maxima`.
-MAXIMA_GROUP = 16
+ALIGNMENT = 4
 
 _MAX_GROUPS = 8192
 # Of the kernel's `Shared`: group keys, kept keys and positions, chosen groups, histograms, sums of warps, digit.
@@ -24,9 +23,8 @@ _SHARED_BYTES = 4 * (8448 + 8448 + 8192 + MAX_K + 512 + 2 * 256 + 3 * 32 + 4)
 _LOGITS_PER_CTA = 4096
 
 _POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-_ARGUMENT_TYPES = (
+ARGUMENT_TYPES = (
     *(_POINTER, _INT64, _INT32, _POINTER, _POINTER),  # logits, stride, width, lengths, starts
-    *(_POINTER, _INT64),  # maxima, stride
     *(_INT32, _POINTER, _INT64, _POINTER, _INT64),  # k, indices, stride, values, stride
     *(_POINTER, _INT64, _POINTER, _INT32),  # block_table, stride, request_of_row, block_size
 )
@@ -60,7 +58,6 @@ def launch_topk(
     starts: torch.Tensor | None = None,
     values: torch.Tensor | None = None,
     slots: SlotMap | None = None,
-    group_maxima: torch.Tensor | None = None,
     cluster_size: int | None = None,
     threads: int | None = None,
 ) -> None:
@@ -72,7 +69,8 @@ def launch_topk(
         ``(rows, width)`` float32 or bfloat16, last stride 1, any row stride; up to 12 bytes beside a window are read,
         within the 16 bytes that hold its ends.
     lengths : torch.Tensor
-        ``(rows,)`` int32: tokens of the window, clamped to ``[0, width - start]``; at most `MAX_LENGTH`.
+        ``(rows,)`` int32: tokens of the window, clamped to ``[0, width - start]``; at most `MAX_LENGTH` counted
+        from the last multiple of `ALIGNMENT` logits in memory.
     k : int
         1 to `MAX_K`.
     out : torch.Tensor
@@ -83,10 +81,6 @@ def launch_topk(
         ``(rows, k)`` float32, last stride 1: the logits of `out`, -inf where that is -1.
     slots : SlotMap, optional
         Write slots of a paged cache in place of indices.
-    group_maxima : torch.Tensor, optional
-        ``(rows, ceil(width / 16))`` of the logits' dtype, last stride 1: the largest logit of each 16 neighbours of a
-        row below its length, as `launch_sm90_paged_mqa_logits` writes them. Of a row of over 32768 logits that is
-        16-byte aligned (bfloat16: 8) only the chosen groups are then read. Not with `starts`.
     cluster_size : int, optional
         CTAs that share a row's reading, a power of two up to 8; chosen by rows and width. For tests.
     threads : int, optional
@@ -100,7 +94,7 @@ def launch_topk(
     num_rows, width = logits.shape
     num_sms = _num_sms(torch.cuda.current_device())
     if cluster_size is None:
-        cluster_size = 1 if group_maxima is not None else _cluster_size(num_rows, width, num_sms)
+        cluster_size = _cluster_size(num_rows, width, num_sms)
     # An SM has room for two CTAs of 512 threads or one of 1024, which is faster alone.
     if threads is None:
         threads = 1024 if num_rows * cluster_size <= num_sms else 512
@@ -115,12 +109,11 @@ def launch_topk(
     block_table = None if slots is None else slots.block_table
     arguments = (
         *(logits.data_ptr(), logits.stride(0), width, lengths.data_ptr(), _pointer(starts)),
-        *(_pointer(group_maxima), _row_stride(group_maxima)),
         *(k, out.data_ptr(), out.stride(0), _pointer(values), _row_stride(values)),
         *(_pointer(block_table), _row_stride(block_table)),
         *(_pointer(None if slots is None else slots.request_of_row), 1 if slots is None else slots.block_size),
     )
-    launch(config, kernel, arguments, _ARGUMENT_TYPES)
+    launch(config, kernel, arguments, ARGUMENT_TYPES)
 
 
 def variants() -> tuple[KernelVariant, ...]:

@@ -3,7 +3,7 @@
 ``VDSA_VALIDATE=1`` also checks values on the device (page ids, slots, lengths), at the price of a host sync.
 """
 
-from vllm_dsa.kernels.topk import MAXIMA_GROUP, SlotMap
+from vllm_dsa.kernels.topk import SlotMap
 from vllm_dsa.ops.fold_q import fold_q
 from vllm_dsa.ops.index_k_cache import gather_index_k, store_index_k
 from vllm_dsa.ops.logits_backend import LogitsBackend, resolve_logits_backends
@@ -14,7 +14,6 @@ from vllm_dsa.ops.topk import topk_indices
 from vllm_dsa.reference import IndexKCacheLayout, RopeStyle, ScaleFormat
 
 __all__ = [
-    "MAXIMA_GROUP",
     "IndexKCacheLayout",
     "LogitsBackend",
     "RopeStyle",

@@ -12,7 +12,6 @@ from vllm_dsa.kernels.sm90_paged_mqa_logits import (
     OUT_DTYPES,
     launch_sm90_paged_mqa_logits,
 )
-from vllm_dsa.kernels.topk import MAXIMA_GROUP
 from vllm_dsa.ops._checks import (
     FP8_DTYPES,
     check_cache,
@@ -45,7 +44,6 @@ def ragged_paged_mqa_logits(
     *,
     max_context_len: int,
     fill_to: int = 0,
-    group_maxima: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
     early_kv: bool = False,
@@ -75,11 +73,6 @@ def ragged_paged_mqa_logits(
         Columns of the result, in tokens, at least 0. A longer row is cut there.
     fill_to : int
         Columns of every row to fill with -inf where they are past its length: 0 to `max_context_len`.
-    group_maxima : torch.Tensor, optional
-        (T, ceil(max_context_len / 16)) of `out`'s dtype, last stride 1 and `out`'s row stride, same device: overwritten
-        with the largest of each 16 neighbouring logits of a row, for :func:`topk_indices`; -inf where there is none.
-        Written for the columns that tiles are written for. Needs `out`, for example two parts of one buffer:
-        ``buffer[:, :width]`` and ``buffer[:, width:]``.
     out : torch.Tensor, optional
         (T, max_context_len) float32 or bfloat16, last stride 1, same device; overwritten. Its dtype stands for
         `out_dtype`.
@@ -130,8 +123,6 @@ def ragged_paged_mqa_logits(
     _check_out_dtype(out_dtype)
     if out is not None:
         check_tensor("out", out, dtypes=OUT_DTYPES, shape=(num_tokens, max_context_len), device=device)
-    if group_maxima is not None:
-        _check_maxima(group_maxima, out)
     if q.is_cuda:
         check_current_device(device)
     on_hopper = ragged_paged_mqa_logits_backend(device) is LogitsBackend.SM90
@@ -147,24 +138,12 @@ def ragged_paged_mqa_logits(
         check_pages(block_table, _longest_rows(context_lens, query_start_loc), block_size, cache.shape[0])
     if on_hopper:
         launch_sm90_paged_mqa_logits(
-            q,
-            cache,
-            weights,
-            context_lens,
-            query_start_loc,
-            block_table,
-            out,
-            fill_to=fill_to,
-            group_maxima=group_maxima,
-            early_kv=early_kv,
+            q, cache, weights, context_lens, query_start_loc, block_table, out, fill_to=fill_to, early_kv=early_kv
         )
         return out
-    reference.ragged_paged_mqa_logits(
+    return reference.ragged_paged_mqa_logits(
         q, cache, weights, context_lens, query_start_loc, block_table, max_context_len=max_context_len, out=out
     )
-    if group_maxima is not None:
-        group_maxima.copy_(reference.largest_of_groups(out, MAXIMA_GROUP))
-    return out
 
 
 @functools.cache
@@ -189,17 +168,6 @@ def _check_columns(max_context_len: int, fill_to: int) -> None:
     check_int("fill_to", fill_to, at_least=0)
     if fill_to > max_context_len:
         raise ValueError(f"fill_to is {fill_to}; allowed: 0 to {max_context_len}, max_context_len")
-
-
-def _check_maxima(group_maxima: torch.Tensor, out: torch.Tensor | None) -> None:
-    if out is None:
-        raise ValueError("group_maxima is given without out; allowed: both, of one row stride")
-    shape = (out.shape[0], -(-out.shape[1] // MAXIMA_GROUP))
-    check_tensor("group_maxima", group_maxima, dtypes=(out.dtype,), shape=shape, device=out.device)
-    if group_maxima.stride(0) != out.stride(0):
-        raise ValueError(
-            f"group_maxima has strides {group_maxima.stride()}; allowed: the row stride of out, {out.stride(0)}"
-        )
 
 
 def _check_out_dtype(out_dtype: torch.dtype) -> None:

@@ -5,7 +5,7 @@ import functools
 import torch
 
 from vllm_dsa import envs, reference
-from vllm_dsa.kernels.topk import LOGITS_DTYPES, MAX_K, MAX_LENGTH, MAXIMA_GROUP, SlotMap, launch_topk
+from vllm_dsa.kernels.topk import ALIGNMENT, LOGITS_DTYPES, MAX_K, MAX_LENGTH, SlotMap, launch_topk
 from vllm_dsa.ops._checks import FLOAT_DTYPES, check_int, check_tensor, check_values
 from vllm_dsa.platform import HOPPER, check_current_device, current_device
 
@@ -21,7 +21,6 @@ def topk_indices(
     out: torch.Tensor | None = None,
     values: torch.Tensor | None = None,
     slots: SlotMap | None = None,
-    group_maxima: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the indices of the k highest logits of each row's window, in ascending order.
 
@@ -45,10 +44,6 @@ def topk_indices(
     slots : SlotMap, optional
         Return slots of a paged cache in place of indices: ``block_table[request, i // block_size] * block_size + i %
         block_size`` for index i.
-    group_maxima : torch.Tensor, optional
-        (rows, ceil(width / 16)) of the logits' dtype, last stride 1, same device: the largest logit of each 16
-        neighbours, as :func:`ragged_paged_mqa_logits` writes them; only those below a row's length matter. On Hopper
-        long rows are then not read again; the result is the same. Not with `starts`. Not checked: that they are right.
 
     Returns
     -------
@@ -69,9 +64,10 @@ def topk_indices(
     The highest value wins and ties go to the lowest index. ``-0.0`` equals ``0.0``; NaN ranks below
     ``-inf``. The result of a row depends on that row alone, so it is the same on every rank and in every
     batch. Not checked otherwise: values of `starts`, requests of rows and the block table's columns. On Hopper float32
-    and bfloat16 rows of up to 2**20 logits and k up to 2048 take one launch, without host sync and with `out` without
-    allocation: graph safe. Everything else is the torch twin, which allocates and syncs on a GPU, so it is not
-    capturable in a CUDA graph. Source: this project's rule on order and ties, and `vllm_dsa.kernels.topk`.
+    and bfloat16 rows of up to 2**20 logits (three less where one starts off a multiple of 4 logits) and k up to 2048
+    take one launch, without host sync and with `out` without allocation: graph safe. Everything else is the torch twin,
+    which allocates and syncs on a GPU, so it is not capturable in a CUDA graph. Source: this project's rule on order
+    and ties, and `vllm_dsa.kernels.topk`.
     """
     check_tensor("logits", logits, dtypes=(*FLOAT_DTYPES, torch.float64), shape=(None, None))
     num_rows, width = logits.shape
@@ -86,8 +82,6 @@ def topk_indices(
         check_tensor("values", values, dtypes=(torch.float32,), shape=(num_rows, k), device=device)
     if slots is not None:
         _check_slots(slots, num_rows, device)
-    if group_maxima is not None:
-        _check_maxima(group_maxima, logits, starts)
     if logits.is_cuda:
         check_current_device(device)
     if out is None:
@@ -97,7 +91,7 @@ def topk_indices(
     if starts is not None and envs.get("VDSA_VALIDATE"):
         check_values("starts", starts, (starts < 0) | (starts > width), f"0 to {width}")
     if _takes(logits, lengths, starts, k):
-        launch_topk(logits, lengths, k, out, starts=starts, values=values, slots=slots, group_maxima=group_maxima)
+        launch_topk(logits, lengths, k, out, starts=starts, values=values, slots=slots)
     else:
         _run_twin(logits, lengths, k, starts, out, values, slots)
     return out
@@ -109,10 +103,17 @@ def _takes(logits: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor | N
         logits.is_cuda
         and logits.dtype in LOGITS_DTYPES
         and k <= MAX_K
-        and 0 < logits.shape[1] <= MAX_LENGTH
+        and 0 < logits.shape[1] <= MAX_LENGTH - (0 if _rows_are_aligned(logits, starts) else ALIGNMENT - 1)
         and lengths.is_contiguous()
         and (starts is None or starts.is_contiguous())
         and _is_hopper(logits.device)
+    )
+
+
+def _rows_are_aligned(logits: torch.Tensor, starts: torch.Tensor | None) -> bool:
+    row_bytes = logits.stride(0) * logits.element_size()
+    return starts is None and logits.data_ptr() % (ALIGNMENT * logits.element_size()) == 0 == row_bytes % (
+        ALIGNMENT * logits.element_size()
     )
 
 
@@ -135,14 +136,6 @@ def _run_twin(
         values.copy_(reference.logits_of_indices(logits, out, starts))
     if slots is not None:
         out.copy_(reference.slots_of_indices(out, slots.block_table, slots.block_size, slots.request_of_row))
-
-
-def _check_maxima(group_maxima: torch.Tensor, logits: torch.Tensor, starts: torch.Tensor | None) -> None:
-    num_rows, width = logits.shape
-    shape = (num_rows, -(-width // MAXIMA_GROUP))
-    check_tensor("group_maxima", group_maxima, dtypes=(logits.dtype,), shape=shape, device=logits.device)
-    if starts is not None:
-        raise ValueError("group_maxima and starts are given; allowed: one of them")
 
 
 def _check_slots(slots: SlotMap, num_rows: int, device: torch.device) -> None:

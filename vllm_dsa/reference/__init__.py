@@ -13,7 +13,7 @@ from vllm_dsa.reference.ragged_paged_mqa_logits import ragged_paged_mqa_logits
 from vllm_dsa.reference.rope import RopeStyle, apply_rope, make_cos_sin
 from vllm_dsa.reference.schedule import sm90_schedule, sm100_schedule
 from vllm_dsa.reference.store_index_k import store_index_k
-from vllm_dsa.reference.topk import largest_of_groups, logits_of_indices, slots_of_indices, topk_indices
+from vllm_dsa.reference.topk import logits_of_indices, slots_of_indices, topk_indices
 
 __all__ = [
     "K_AMAX_FLOOR",
@@ -26,7 +26,6 @@ __all__ = [
     "fold_q",
     "gather_index_k",
     "hadamard_transform",
-    "largest_of_groups",
     "logits_of_indices",
     "make_cos_sin",
     "mqa_logits",

@@ -53,30 +53,6 @@ def topk_indices(
     return out
 
 
-def largest_of_groups(logits: torch.Tensor, group: int) -> torch.Tensor:
-    """Return the largest of each `group` neighbouring logits, not-a-number aside.
-
-    Parameters
-    ----------
-    logits : torch.Tensor
-        (rows, width), any float dtype.
-    group : int
-
-    Returns
-    -------
-    torch.Tensor
-        (rows, ceil(width / group)), same dtype; -inf for a group of NaN alone.
-    """
-    rows, width = logits.shape
-    groups = -(-width // group)
-    padded = torch.nn.functional.pad(
-        logits.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf")),
-        (0, groups * group - width),
-        value=float("-inf"),
-    )
-    return padded.view(rows, groups, group).amax(dim=2)
-
-
 def logits_of_indices(logits: torch.Tensor, indices: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
     """Return the logits of chosen tokens.
 
