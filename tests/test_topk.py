@@ -263,3 +263,34 @@ def test_which_rows_the_kernel_takes(width, stride, offset, has_starts, expected
     mocker.patch.object(torch.Tensor, "is_cuda", True)
     lengths = torch.zeros(2, dtype=torch.int32)
     assert topk_op._takes(logits, lengths, lengths if has_starts else None, 2048) is expected
+
+
+class TestBackends:
+    ROWS = torch.tensor([[3.0, 1.0, 2.0]])
+    LENGTHS = torch.tensor([3], dtype=torch.int32)
+
+    @pytest.fixture
+    def launch(self, mocker):
+        return mocker.patch("vllm_dsa.ops.topk.launch_topk")
+
+    @pytest.mark.parametrize(
+        ("choice", "takes", "launches"),
+        [("auto", True, 1), ("auto", False, 0), ("sm90", True, 1), ("reference", True, 0)],
+    )
+    def test_who_chooses(self, choice, takes, launches, launch, monkeypatch, mocker):
+        monkeypatch.setenv("VDSA_TOPK_BACKEND", choice)
+        mocker.patch("vllm_dsa.ops.topk._takes", return_value=takes)
+        found = ops.topk_indices(self.ROWS, self.LENGTHS, 2)
+        assert launch.call_count == launches
+        if not launches:
+            assert found.tolist() == [[0, 2]]
+
+    def test_a_kernel_that_cannot_is_an_error_before_anything_is_written(self, launch, monkeypatch):
+        monkeypatch.setenv("VDSA_TOPK_BACKEND", "sm90")
+        out = torch.full((1, 2), POISON, dtype=torch.int32)
+        with pytest.raises(
+            NotImplementedError, match=r"does not take k 2 of torch.float32 logits of shape \(1, 3\) on cpu"
+        ):
+            ops.topk_indices(self.ROWS, self.LENGTHS, 2, out=out)
+        launch.assert_not_called()
+        assert (out == POISON).all()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 LOGITS_BACKENDS = ("auto", "deep_gemm", "sm90", "reference")
+TOPK_BACKENDS = ("auto", "sm90", "reference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,13 @@ def _parse_folder(text: str) -> Path | None:
     return path
 
 
-def _parse_logits_backend(text: str) -> str:
-    if text not in LOGITS_BACKENDS:
-        raise ValueError(f"allowed: {', '.join(LOGITS_BACKENDS)}")
-    return text
+def _parser_of_choice(choices: tuple[str, ...]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"allowed: {', '.join(choices)}")
+        return text
+
+    return parse
 
 
 VARIABLES: dict[str, EnvVar] = {
@@ -64,8 +68,13 @@ VARIABLES: dict[str, EnvVar] = {
     ),
     "VDSA_LOGITS_BACKEND": EnvVar(
         default="auto",
-        parse=_parse_logits_backend,
+        parse=_parser_of_choice(LOGITS_BACKENDS),
         help="Who may compute decode logits: auto (the cheapest that is there), deep_gemm, sm90, reference.",
+    ),
+    "VDSA_TOPK_BACKEND": EnvVar(
+        default="auto",
+        parse=_parser_of_choice(TOPK_BACKENDS),
+        help="Who chooses the top-k: auto (the Hopper kernel where it can), sm90 (only it), reference (torch).",
     ),
     "VDSA_CACHE_DIR": EnvVar(
         default="auto",

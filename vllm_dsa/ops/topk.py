@@ -58,6 +58,8 @@ def topk_indices(
         ``VDSA_VALIDATE=1`` also if a start is not within 0 to width. Nothing is written then.
     RuntimeError
         If the tensors are on another CUDA device than the current one.
+    NotImplementedError
+        If ``VDSA_TOPK_BACKEND=sm90`` and the kernel does not take the arguments. Nothing is written then.
 
     Notes
     -----
@@ -65,7 +67,8 @@ def topk_indices(
     ``-inf``. The result of a row depends on that row alone, so it is the same on every rank and in every
     batch. Not checked otherwise: values of `starts`, requests of rows and the block table's columns. On Hopper float32
     and bfloat16 rows of up to 2**20 logits (three less where one starts off a multiple of 4 logits) and k up to 2048
-    take one launch, without host sync and with `out` without allocation: graph safe. Everything else is the torch twin,
+    take one launch, without host sync and with `out` without allocation: graph safe. Everything else is the torch twin
+    (``VDSA_TOPK_BACKEND=reference``: all),
     which allocates and syncs on a GPU, so it is not capturable in a CUDA graph. Source: this project's rule on order
     and ties, and `vllm_dsa.kernels.topk`.
     """
@@ -90,11 +93,25 @@ def topk_indices(
         return out
     if starts is not None and envs.get("VDSA_VALIDATE"):
         check_values("starts", starts, (starts < 0) | (starts > width), f"0 to {width}")
-    if _takes(logits, lengths, starts, k):
+    if _uses_kernel(logits, lengths, starts, k):
         launch_topk(logits, lengths, k, out, starts=starts, values=values, slots=slots)
     else:
         _run_twin(logits, lengths, k, starts, out, values, slots)
     return out
+
+
+def _uses_kernel(logits: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor | None, k: int) -> bool:
+    choice = envs.get("VDSA_TOPK_BACKEND")
+    if choice == "reference":
+        return False
+    takes = _takes(logits, lengths, starts, k)
+    if choice == "sm90" and not takes:
+        raise NotImplementedError(
+            f"VDSA_TOPK_BACKEND=sm90, but the kernel does not take k {k} of {logits.dtype} logits of shape "
+            f"{tuple(logits.shape)} on {logits.device}; allowed: on Hopper k up to {MAX_K}, rows of 1 to {MAX_LENGTH} "
+            f"(some less off multiples of {ALIGNMENT}) and {', '.join(map(str, LOGITS_DTYPES))}"
+        )
+    return takes
 
 
 def _takes(logits: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor | None, k: int) -> bool:
