@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from decode_steps import WIDTH_TOKENS, assert_builds_equal_fresh_ones, make_batch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from vllm_dsa.context_parallel import DcpLayout
 from vllm_dsa.deep_gemm_wrapper import planned_capabilities
@@ -189,7 +189,7 @@ class Layer:
     def __init__(self, tokens, seed):
         generator = torch.Generator().manual_seed(seed)
         layout = IndexKCacheLayout()
-        self.cache = layout.allocate(48, "cpu")
+        self.cache = layout.allocate(49, "cpu")
         values, scales = layout.views(self.cache)
         values.copy_(torch.randn(values.shape, generator=generator).to(torch.float8_e4m3fn))
         scales.copy_(torch.rand(scales.shape, generator=generator))
@@ -203,6 +203,8 @@ class Layer:
 
 @settings(max_examples=25)
 @given(step_sequences(), st.integers(0, 2**31))
+# Eight requests of six pages, the last of which is page 48.
+@example([([0] * 7 + [1], [0] * 7 + [321])], 0)
 def test_every_backend_gives_a_token_the_same_logits(steps, seed):
     depths, lengths = steps[0]
     layer = Layer(sum(depths), seed)

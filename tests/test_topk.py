@@ -265,6 +265,26 @@ def test_which_rows_the_kernel_takes(width, stride, offset, has_starts, expected
     assert topk_op._takes(logits, lengths, lengths if has_starts else None, 2048) is expected
 
 
+class TestWarmup:
+    @pytest.mark.parametrize(
+        ("k", "device", "choice", "is_hopper", "loads"),
+        [
+            (2048, "cuda", "auto", True, 1),
+            (2048, "cuda", "sm90", True, 1),
+            (2049, "cuda", "auto", True, 0),
+            (2048, "cuda", "reference", True, 0),
+            (2048, "cuda", "auto", False, 0),
+            (2048, "cpu", "auto", True, 0),
+        ],
+    )
+    def test_loads_what_may_be_launched(self, k, device, choice, is_hopper, loads, monkeypatch, mocker):
+        monkeypatch.setenv("VDSA_TOPK_BACKEND", choice)
+        mocker.patch("vllm_dsa.ops.topk._is_hopper", return_value=is_hopper)
+        load = mocker.patch("vllm_dsa.ops.topk.load_topk")
+        ops.warmup_topk(k, torch.device(device))
+        assert load.call_args_list == [mocker.call(torch.float32)] * loads
+
+
 class TestBackends:
     ROWS = torch.tensor([[3.0, 1.0, 2.0]])
     LENGTHS = torch.tensor([3], dtype=torch.int32)

@@ -17,6 +17,7 @@ from vllm_dsa.indexer.prefill import build_prefill_chunks
 from vllm_dsa.indexer.views import StepViews, logits_width, make_views
 from vllm_dsa.indexer.warmup import warmup_logits, warmup_plans
 from vllm_dsa.kernels.schedule import launch_schedule
+from vllm_dsa.ops import warmup_topk
 from vllm_dsa.ops.schedule import paged_mqa_schedule, uses_sm100_rule
 from vllm_dsa.platform import check_current_device
 
@@ -107,13 +108,15 @@ class IndexerMetadataBuilder:
         Notes
         -----
         Seconds on a GPU with an empty compiler cache, and it waits for the device. Leaves the buffers as new. Logits
-        are float32: a bfloat16 `out` of our Hopper kernel is another variant, which its first launch compiles.
+        are float32, for the top-k too: a bfloat16 `out` of our Hopper kernel is another variant, which its first launch
+        compiles.
         """
         for plan in warmup_plans(self.config, self._planner):
             batch = self._empty_request(plan.num_tokens)
             self._buffers.expand(batch, plan, self.config)
             warmup_logits(self._metadata(plan, batch), self.config, self.caps)
         self._buffers.expand(self._empty_request(0), self._planner.plan([]), self.config)
+        warmup_topk(self.config.topk, self.device)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

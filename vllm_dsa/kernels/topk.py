@@ -17,6 +17,8 @@ MAX_LENGTH = 1 << 20
 ALIGNMENT = 4
 
 _MAX_GROUPS = 8192
+# Of a CTA: an SM has room for two of 512 or one of 1024, which is faster alone.
+_THREADS = (512, 1024)
 # Of the kernel's `Shared`: group keys, kept keys and positions, chosen groups, histograms, sums of warps, digit.
 _SHARED_BYTES = 4 * (8448 + 8448 + 8192 + MAX_K + 512 + 2 * 256 + 3 * 32 + 4)
 # A CTA of a cluster reads at least so many logits: its start costs as much as their reading.
@@ -95,9 +97,8 @@ def launch_topk(
     num_sms = _num_sms(torch.cuda.current_device())
     if cluster_size is None:
         cluster_size = _cluster_size(num_rows, width, num_sms)
-    # An SM has room for two CTAs of 512 threads or one of 1024, which is faster alone.
     if threads is None:
-        threads = 1024 if num_rows * cluster_size <= num_sms else 512
+        threads = _THREADS[num_rows * cluster_size <= num_sms]
     kernel = load_kernel(_variant(logits.dtype, threads), dynamic_shared_bytes=_SHARED_BYTES)
     config = launch_config(
         num_rows * cluster_size,
@@ -116,9 +117,15 @@ def launch_topk(
     launch(config, kernel, arguments, ARGUMENT_TYPES)
 
 
+def load_topk(dtype: torch.dtype) -> None:
+    """Compile and load on the current device what launches over logits of a dtype need."""
+    for threads in _THREADS:
+        load_kernel(_variant(dtype, threads), dynamic_shared_bytes=_SHARED_BYTES)
+
+
 def variants() -> tuple[KernelVariant, ...]:
     """Return every variant that a launch can ask for."""
-    return tuple(_variant(dtype, threads) for dtype in LOGITS_DTYPES for threads in (512, 1024))
+    return tuple(_variant(dtype, threads) for dtype in LOGITS_DTYPES for threads in _THREADS)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from vllm_dsa.ops.logits_backend import LogitsBackend, resolve_logits_backends
 from vllm_dsa.ops.mqa_logits import mqa_logits
 from vllm_dsa.ops.paged_mqa_logits import paged_mqa_logits, paged_mqa_logits_backend
 from vllm_dsa.ops.ragged_paged_mqa_logits import ragged_paged_mqa_logits, ragged_paged_mqa_logits_backend
-from vllm_dsa.ops.topk import topk_indices
+from vllm_dsa.ops.topk import topk_indices, warmup_topk
 from vllm_dsa.reference import IndexKCacheLayout, RopeStyle, ScaleFormat
 
 __all__ = [
@@ -29,4 +29,5 @@ __all__ = [
     "resolve_logits_backends",
     "store_index_k",
     "topk_indices",
+    "warmup_topk",
 ]

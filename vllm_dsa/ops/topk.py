@@ -5,7 +5,7 @@ import functools
 import torch
 
 from vllm_dsa import envs, reference
-from vllm_dsa.kernels.topk import ALIGNMENT, LOGITS_DTYPES, MAX_K, MAX_LENGTH, SlotMap, launch_topk
+from vllm_dsa.kernels.topk import ALIGNMENT, LOGITS_DTYPES, MAX_K, MAX_LENGTH, SlotMap, launch_topk, load_topk
 from vllm_dsa.ops._checks import FLOAT_DTYPES, check_int, check_tensor, check_values
 from vllm_dsa.platform import HOPPER, check_current_device, current_device
 
@@ -98,6 +98,20 @@ def topk_indices(
     else:
         _run_twin(logits, lengths, k, starts, out, values, slots)
     return out
+
+
+def warmup_topk(k: int, device: torch.device) -> None:
+    """Compile what `topk_indices` of float32 logits on a device needs, before a capture or a step does.
+
+    Parameters
+    ----------
+    k : int
+        Of the launches to come.
+    device : torch.device
+        The current device, if it is a CUDA device.
+    """
+    if device.type == "cuda" and k <= MAX_K and envs.get("VDSA_TOPK_BACKEND") != "reference" and _is_hopper(device):
+        load_topk(torch.float32)
 
 
 def _uses_kernel(logits: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor | None, k: int) -> bool:
