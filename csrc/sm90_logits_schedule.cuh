@@ -82,15 +82,6 @@ struct Schedule {
     __device__ __forceinline__ int* share() const { return reinterpret_cast<int*>(shared + SHARE_OFFSET); }
 };
 
-__device__ __forceinline__ uint32_t sum_up_to_lane(uint32_t value) {
-#pragma unroll
-    for (int distance = 1; distance < 32; distance <<= 1) {
-        const uint32_t other = __shfl_up_sync(0xffffffffu, value, distance);
-        if ((threadIdx.x & 31) >= distance) value += other;
-    }
-    return value;
-}
-
 __device__ __forceinline__ Schedule make_schedule(const Launch& launch, uint8_t* shared,
                                                   uint64_t pass_costs) {
     auto* warp_costs = reinterpret_cast<uint32_t*>(shared + WARP_COSTS_OFFSET);
@@ -114,7 +105,7 @@ __device__ __forceinline__ Schedule make_schedule(const Launch& launch, uint8_t*
             schedule.first_row(request) = row;
             schedule.first_row(request + 1) = end_row;  // what the next request's thread writes too
         }
-        const uint32_t cost = sum_up_to_lane(own_cost);
+        const uint32_t cost = ptx::sum_up_to_lane(own_cost);
         if (base > 0) __syncthreads();  // all have read the sums of the requests before
         if (thread % 32 == 31) warp_costs[warp] = cost;
         __syncthreads();

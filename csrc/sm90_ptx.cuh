@@ -196,6 +196,15 @@ __device__ __forceinline__ float shuffle_xor(float value, int mask) {
     return __shfl_xor_sync(0xffffffffu, value, mask);
 }
 
+__device__ __forceinline__ uint32_t sum_up_to_lane(uint32_t value) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance <<= 1) {
+        const uint32_t other = __shfl_up_sync(0xffffffffu, value, distance);
+        if ((threadIdx.x & 31) >= distance) value += other;
+    }
+    return value;
+}
+
 // A value that every lane holds, moved where the compiler knows that they do.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 

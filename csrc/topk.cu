@@ -11,7 +11,7 @@
 // order, nothing outlives the launch, and a row's result depends on that row alone.
 //
 // Set by the launcher: LOGITS_BF16 (0, 1), THREADS (1024 where a CTA has an SM of its own, 512 where two
-// share it).
+// share it), MAX_K, MAX_GROUPS (of a row), SHARED_BYTES.
 #include "topk_row.cuh"
 #include "topk_select.cuh"
 
@@ -97,10 +97,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
                   starts == nullptr ? 0 : starts[number]);
     const bool chooses = row.length > k;
     // A short row is the leader's alone.
-    const bool is_shared = chooses && row.is_shared() && cluster_size > 1;
+    const bool is_shared = chooses && row.has_groups() && cluster_size > 1;
     if (is_shared) ptx::cluster_sync();  // the leader has started, so its memory may be written
     if (chooses && (is_shared || rank == 0)) {
-        if (row.is_shared()) {
+        if (row.has_groups()) {
             read_groups(row, shared, rank, is_shared ? cluster_size : 1);
         } else {
             read_logits(row, shared);

@@ -4,8 +4,6 @@
 #include "sm90_ptx.cuh"
 
 constexpr int WARPS = THREADS / 32;
-constexpr int MAX_K = 2048;
-constexpr int MAX_GROUPS = 8192;
 // Some more than k, so that the last of them need not be told apart.
 constexpr int MAX_CHOSEN_GROUPS = MAX_K + 512;
 constexpr int KEYS_PER_THREAD = MAX_GROUPS / THREADS;
@@ -72,6 +70,7 @@ struct Shared {
     }
     __device__ __forceinline__ int* results() { return reinterpret_cast<int*>(keys); }
 };
+static_assert(sizeof(Shared) <= SHARED_BYTES, "what the launcher asks for");
 
 // The window of a row that may be chosen from. Positions count from the 16 (bfloat16: 8) aligned bytes that
 // hold its first logit, which is at position `lead`.
@@ -97,7 +96,7 @@ struct Row {
     __device__ __forceinline__ int last_quad() const { return (end() - 1) >> QUAD_SHIFT; }
     __device__ __forceinline__ int num_groups() const { return ((end() - 1) >> group_shift) + 1; }
     __device__ __forceinline__ int quads_shift() const { return group_shift - QUAD_SHIFT; }
-    __device__ __forceinline__ bool is_shared() const { return group_shift > 0; }
+    __device__ __forceinline__ bool has_groups() const { return group_shift > 0; }
     __device__ __forceinline__ float value(int position) const { return to_float(base[position]); }
     __device__ __forceinline__ Quad quad(int number) const {
         return reinterpret_cast<const Quad*>(base)[number];

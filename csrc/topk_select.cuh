@@ -55,12 +55,7 @@ __device__ __forceinline__ void find_digit(Shared& shared, const int* histogram,
         counts[i] = four.x, counts[i + 1] = four.y, counts[i + 2] = four.z, counts[i + 3] = four.w;
         sum += four.x + four.y + four.z + four.w;
     }
-    int up_to = sum;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int other = __shfl_up_sync(0xffffffffu, up_to, distance);
-        if (lane_index() >= distance) up_to += other;
-    }
+    const int up_to = ptx::sum_up_to_lane(sum);
     int before = up_to - sum;
     if (before < rest && rest <= up_to) {
 #pragma unroll
@@ -113,12 +108,7 @@ __device__ __forceinline__ void take(Shared& shared, const AnyKeys& keys, Thresh
         own += key > threshold.key ? 1u : 0u;
         own += key == threshold.key && threshold.ties > 0 ? EQUAL : 0u;
     });
-    uint32_t up_to = own;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const uint32_t other = __shfl_up_sync(0xffffffffu, up_to, distance);
-        if (lane_index() >= distance) up_to += other;
-    }
+    const uint32_t up_to = ptx::sum_up_to_lane(own);
     if (lane_index() == 31) shared.counts[warp_index()] = up_to;
     __syncthreads();
     const uint32_t of_warp = lane_index() < warp_index() ? shared.counts[lane_index() % WARPS] : 0u;

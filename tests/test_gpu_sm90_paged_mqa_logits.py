@@ -1,12 +1,11 @@
 """Our Hopper kernel against float64, itself, and everything that it must leave alone."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+import sanitizer
 import torch
 
 from vllm_dsa.bench.launches import count_launches
@@ -297,15 +296,4 @@ REDUCED = ("test_bits_depend_neither_on_the_grid_nor_on_the_batch", "test_large_
 # Not initcheck: it would have to watch every kernel of torch's, and what must not be read is NaN here already.
 @pytest.mark.parametrize("tool", ["memcheck", "synccheck"])
 def test_compute_sanitizer(tool):
-    # The driver's bindings ask for functions that this driver has not, which is no error of the kernel's.
-    kernels_only = ["--kernel-name", "kns=sm90", "--report-api-errors", "no"]
-    sanitizer = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *kernels_only]
-    tests = [f"{__file__}::{name}" for name in REDUCED]
-    done = subprocess.run(
-        [*sanitizer, sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *tests],
-        env={**os.environ, "PATH": os.environ["PATH"] + ":/usr/local/cuda/bin"},
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    sanitizer.assert_clean(tool, "sm90", __file__, REDUCED)

@@ -1,12 +1,8 @@
 """The Hopper top-k against a stable float64 sort, on rows that made other kernels drop, repeat or invent indices."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+import sanitizer
 import torch
 
 from vllm_dsa import ops, reference
@@ -231,14 +227,4 @@ def test_what_the_kernel_does_not_take_is_the_twins(seed):
 
 @pytest.mark.parametrize("tool", ["memcheck", "synccheck", "racecheck"])
 def test_compute_sanitizer(tool):
-    tests = [f"{__file__}::{name}" for name in ("test_values_and_slots", "test_lengths_around_k[2048]")]
-    kernels_only = ["--kernel-name", "kns=topk", "--report-api-errors", "no"]
-    sanitizer = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *kernels_only]
-    done = subprocess.run(
-        [*sanitizer, sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *tests],
-        env={**os.environ, "PATH": os.environ["PATH"] + ":/usr/local/cuda/bin"},
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    sanitizer.assert_clean(tool, "topk", __file__, ("test_values_and_slots", "test_lengths_around_k[2048]"))

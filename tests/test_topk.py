@@ -256,7 +256,7 @@ class TestValuesAndSlots:
 )
 def test_which_rows_the_kernel_takes(width, stride, offset, has_starts, expected, dtype, mocker):
     """Its groups hold a row of 2**20 only where none of the first is lost to what lies before."""
-    mocker.patch("vllm_dsa.ops.topk._is_hopper", return_value=True)
+    mocker.patch("vllm_dsa.ops.topk.is_hopper", return_value=True)
     memory = torch.empty(2 * stride + offset + 16, dtype=dtype)
     first = -(memory.data_ptr() // memory.element_size()) % 4
     logits = memory.as_strided((2, width), (stride, 1), first + offset)
@@ -279,7 +279,7 @@ class TestWarmup:
     )
     def test_loads_what_may_be_launched(self, k, device, choice, is_hopper, loads, monkeypatch, mocker):
         monkeypatch.setenv("VDSA_TOPK_BACKEND", choice)
-        mocker.patch("vllm_dsa.ops.topk._is_hopper", return_value=is_hopper)
+        mocker.patch("vllm_dsa.ops.topk.is_hopper", return_value=is_hopper)
         load = mocker.patch("vllm_dsa.ops.topk.load_topk")
         ops.warmup_topk(k, torch.device(device))
         assert load.call_args_list == [mocker.call(torch.float32)] * loads

@@ -1,5 +1,6 @@
 """What the GPU is: the one place that asks torch about it."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,18 @@ def current_device(device: torch.device | int | None = None) -> DeviceInfo:
         num_sms=properties.multi_processor_count,
         name=properties.name,
     )
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether a CUDA device runs our Hopper kernels; asked once for each device."""
+    return current_device(device).family == HOPPER
+
+
+@functools.cache
+def num_sms(ordinal: int) -> int:
+    """Return the SMs of a CUDA device; asked once for each device."""
+    return current_device(ordinal).num_sms
 
 
 def check_current_device(device: torch.device) -> None:

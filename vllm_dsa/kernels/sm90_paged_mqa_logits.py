@@ -8,7 +8,7 @@ import torch
 
 from vllm_dsa.kernels.cuda_launch import byte_tensor_map, launch, launch_config
 from vllm_dsa.kernels.jit import KernelVariant, load_kernel
-from vllm_dsa.platform import current_device
+from vllm_dsa.platform import num_sms
 
 HEAD_DIM = 128
 NUM_HEADS = (64, 32, 16)
@@ -98,7 +98,7 @@ def launch_sm90_paged_mqa_logits(
     num_heads = q.shape[1]
     kernel = load_kernel(_variant(num_heads, block_size, out.dtype), dynamic_shared_bytes=_SHARED_BYTES)
     config = launch_config(
-        num_ctas or _num_sms(torch.cuda.current_device()),
+        num_ctas or num_sms(torch.cuda.current_device()),
         _THREADS,
         _SHARED_BYTES,
         torch.cuda.current_stream().cuda_stream,
@@ -165,11 +165,6 @@ def _requests_per_launch(num_rows: int, width: int) -> int:
     """Return how many requests a launch takes so that their cost units stay below 2^32, whatever their depths."""
     tiles = max(1, -(-width // 64))
     return max(1, min(MAX_REQUESTS, (2**32 - 1) // (255 * tiles) - num_rows // PASS_ROWS))
-
-
-@functools.cache
-def _num_sms(device: int) -> int:
-    return current_device(device).num_sms
 
 
 @functools.lru_cache(maxsize=256)

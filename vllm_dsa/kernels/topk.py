@@ -8,7 +8,7 @@ import torch
 
 from vllm_dsa.kernels.cuda_launch import launch, launch_config
 from vllm_dsa.kernels.jit import KernelVariant, load_kernel
-from vllm_dsa.platform import current_device
+from vllm_dsa.platform import num_sms
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16)
 MAX_K = 2048
@@ -19,7 +19,7 @@ ALIGNMENT = 4
 _MAX_GROUPS = 8192
 # Of a CTA: an SM has room for two of 512 or one of 1024, which is faster alone.
 _THREADS = (512, 1024)
-# Of the kernel's `Shared`: group keys, kept keys and positions, chosen groups, histograms, sums of warps, digit.
+# The kernel's `Shared` must fit: group keys, kept keys and positions, chosen groups, histograms, sums of warps, digit.
 _SHARED_BYTES = 4 * (8448 + 8448 + 8192 + MAX_K + 512 + 2 * 256 + 3 * 32 + 4)
 # A CTA of a cluster reads at least so many logits: its start costs as much as their reading.
 _LOGITS_PER_CTA = 4096
@@ -94,11 +94,11 @@ def launch_topk(
     device. Arguments are not checked here.
     """
     num_rows, width = logits.shape
-    num_sms = _num_sms(torch.cuda.current_device())
+    sms = num_sms(torch.cuda.current_device())
     if cluster_size is None:
-        cluster_size = _cluster_size(num_rows, width, num_sms)
+        cluster_size = _cluster_size(num_rows, width, sms)
     if threads is None:
-        threads = _THREADS[num_rows * cluster_size <= num_sms]
+        threads = 1024 if num_rows * cluster_size <= sms else 512
     kernel = load_kernel(_variant(logits.dtype, threads), dynamic_shared_bytes=_SHARED_BYTES)
     config = launch_config(
         num_rows * cluster_size,
@@ -130,20 +130,24 @@ def variants() -> tuple[KernelVariant, ...]:
 
 @functools.cache
 def _variant(dtype: torch.dtype, threads: int) -> KernelVariant:
-    macros = (("LOGITS_BF16", str(int(dtype == torch.bfloat16))), ("THREADS", str(threads)))
-    return KernelVariant(source="topk", symbol="topk", macros=macros)
+    return KernelVariant(
+        source="topk",
+        symbol="topk",
+        macros=(
+            ("LOGITS_BF16", str(int(dtype == torch.bfloat16))),
+            ("THREADS", str(threads)),
+            ("MAX_K", str(MAX_K)),
+            ("MAX_GROUPS", str(_MAX_GROUPS)),
+            ("SHARED_BYTES", str(_SHARED_BYTES)),
+        ),
+    )
 
 
-@functools.cache
-def _num_sms(device: int) -> int:
-    return current_device(device).num_sms
-
-
-def _cluster_size(num_rows: int, width: int, num_sms: int) -> int:
+def _cluster_size(num_rows: int, width: int, sms: int) -> int:
     """Return how many CTAs read a row: as many as keep the SMs busy and have enough to read."""
     if width <= _MAX_GROUPS:
         return 1
-    most = min(num_sms // num_rows, width // _LOGITS_PER_CTA, 8)
+    most = min(sms // num_rows, width // _LOGITS_PER_CTA, 8)
     return 1 << max(0, most.bit_length() - 1)
 
 

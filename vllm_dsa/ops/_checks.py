@@ -59,6 +59,19 @@ def check_tensor(
         raise ValueError(f"{name} is on {value.device}; allowed: {device}, the device of the other tensors")
 
 
+def check_contiguous(**tensors: torch.Tensor) -> None:
+    """Check that tensors, given by their arguments' names, are contiguous.
+
+    Raises
+    ------
+    ValueError
+        If one is not.
+    """
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}; allowed: a contiguous tensor")
+
+
 def check_int(name: str, value: object, *, at_least: int) -> None:
     """Check that `value` is an int (not a bool) of at least `at_least`.
 

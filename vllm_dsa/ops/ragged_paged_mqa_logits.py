@@ -1,7 +1,5 @@
 """Public operator: indexer logits of a decode step of any depths, in one launch over the engine's own block table."""
 
-import functools
-
 import torch
 
 from vllm_dsa import envs, reference
@@ -15,6 +13,7 @@ from vllm_dsa.kernels.sm90_paged_mqa_logits import (
 from vllm_dsa.ops._checks import (
     FP8_DTYPES,
     check_cache,
+    check_contiguous,
     check_int,
     check_lengths,
     check_pages,
@@ -22,7 +21,7 @@ from vllm_dsa.ops._checks import (
     check_values,
 )
 from vllm_dsa.ops.logits_backend import LogitsBackend
-from vllm_dsa.platform import HOPPER, check_current_device, current_device
+from vllm_dsa.platform import check_current_device, is_hopper
 
 _INT32 = (torch.int32,)
 # What one TMA copy and one 128-bit load need.
@@ -31,7 +30,7 @@ _ALIGNMENT = 16
 
 def ragged_paged_mqa_logits_backend(device: torch.device) -> LogitsBackend:
     """Return who computes :func:`ragged_paged_mqa_logits` on a device: our kernel on Hopper, the twin elsewhere."""
-    return LogitsBackend.SM90 if device.type == "cuda" and _is_hopper(device) else LogitsBackend.REFERENCE
+    return LogitsBackend.SM90 if device.type == "cuda" and is_hopper(device) else LogitsBackend.REFERENCE
 
 
 def ragged_paged_mqa_logits(
@@ -118,7 +117,7 @@ def ragged_paged_mqa_logits(
     check_tensor("query_start_loc", query_start_loc, dtypes=_INT32, shape=(None,), device=device)
     num_reqs = _num_requests(query_start_loc)
     check_tensor("block_table", block_table, dtypes=_INT32, shape=(num_reqs, None), device=device)
-    _check_contiguous(q=q, weights=weights, context_lens=context_lens, query_start_loc=query_start_loc)
+    check_contiguous(q=q, weights=weights, context_lens=context_lens, query_start_loc=query_start_loc)
     _check_columns(max_context_len, fill_to)
     _check_out_dtype(out_dtype)
     if out is not None:
@@ -146,21 +145,10 @@ def ragged_paged_mqa_logits(
     )
 
 
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return current_device(device).family == HOPPER
-
-
 def _num_requests(query_start_loc: torch.Tensor) -> int:
     if len(query_start_loc) == 0:
         raise ValueError("query_start_loc has shape (0,); allowed: (requests + 1,)")
     return len(query_start_loc) - 1
-
-
-def _check_contiguous(**tensors: torch.Tensor) -> None:
-    for name, tensor in tensors.items():
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} has strides {tensor.stride()}; allowed: a contiguous tensor")
 
 
 def _check_columns(max_context_len: int, fill_to: int) -> None:

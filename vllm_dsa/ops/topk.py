@@ -1,13 +1,11 @@
 """Public operator: deterministic top-k of indexer logits."""
 
-import functools
-
 import torch
 
 from vllm_dsa import envs, reference
 from vllm_dsa.kernels.topk import ALIGNMENT, LOGITS_DTYPES, MAX_K, MAX_LENGTH, SlotMap, launch_topk, load_topk
-from vllm_dsa.ops._checks import FLOAT_DTYPES, check_int, check_tensor, check_values
-from vllm_dsa.platform import HOPPER, check_current_device, current_device
+from vllm_dsa.ops._checks import FLOAT_DTYPES, check_contiguous, check_int, check_tensor, check_values
+from vllm_dsa.platform import check_current_device, is_hopper
 
 _INT32 = (torch.int32,)
 
@@ -67,10 +65,9 @@ def topk_indices(
     ``-inf``. The result of a row depends on that row alone, so it is the same on every rank and in every
     batch. Not checked otherwise: values of `starts`, requests of rows and the block table's columns. On Hopper float32
     and bfloat16 rows of up to 2**20 logits (three less where one starts off a multiple of 4 logits) and k up to 2048
-    take one launch, without host sync and with `out` without allocation: graph safe. Everything else is the torch twin
-    (``VDSA_TOPK_BACKEND=reference``: all),
-    which allocates and syncs on a GPU, so it is not capturable in a CUDA graph. Source: this project's rule on order
-    and ties, and `vllm_dsa.kernels.topk`.
+    take one launch, without host sync and with `out` without allocation: graph safe. Everything else (all with
+    ``VDSA_TOPK_BACKEND=reference``) is the torch twin, which allocates and syncs on a GPU, so it is not capturable in a
+    CUDA graph. Source: this project's rule on order and ties, and `vllm_dsa.kernels.topk`.
     """
     check_tensor("logits", logits, dtypes=(*FLOAT_DTYPES, torch.float64), shape=(None, None))
     num_rows, width = logits.shape
@@ -110,7 +107,7 @@ def warmup_topk(k: int, device: torch.device) -> None:
     device : torch.device
         The current device, if it is a CUDA device.
     """
-    if device.type == "cuda" and k <= MAX_K and envs.get("VDSA_TOPK_BACKEND") != "reference" and _is_hopper(device):
+    if device.type == "cuda" and k <= MAX_K and envs.get("VDSA_TOPK_BACKEND") != "reference" and is_hopper(device):
         load_topk(torch.float32)
 
 
@@ -134,23 +131,23 @@ def _takes(logits: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor | N
         logits.is_cuda
         and logits.dtype in LOGITS_DTYPES
         and k <= MAX_K
-        and 0 < logits.shape[1] <= MAX_LENGTH - (0 if _rows_are_aligned(logits, starts) else ALIGNMENT - 1)
+        and _rows_fit(logits, starts)
         and lengths.is_contiguous()
         and (starts is None or starts.is_contiguous())
-        and _is_hopper(logits.device)
+        and is_hopper(logits.device)
     )
 
 
-def _rows_are_aligned(logits: torch.Tensor, starts: torch.Tensor | None) -> bool:
-    row_bytes = logits.stride(0) * logits.element_size()
-    return starts is None and logits.data_ptr() % (ALIGNMENT * logits.element_size()) == 0 == row_bytes % (
-        ALIGNMENT * logits.element_size()
-    )
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return current_device(device).family == HOPPER
+def _rows_fit(logits: torch.Tensor, starts: torch.Tensor | None) -> bool:
+    width = logits.shape[1]
+    if width > MAX_LENGTH - (ALIGNMENT - 1):
+        is_aligned = (
+            starts is None
+            and logits.stride(0) % ALIGNMENT == 0
+            and logits.data_ptr() % (ALIGNMENT * logits.element_size()) == 0
+        )
+        return is_aligned and width <= MAX_LENGTH
+    return width > 0
 
 
 def _run_twin(
@@ -175,5 +172,4 @@ def _check_slots(slots: SlotMap, num_rows: int, device: torch.device) -> None:
     check_int("slots.block_size", slots.block_size, at_least=1)
     if slots.request_of_row is not None:
         check_tensor("slots.request_of_row", slots.request_of_row, dtypes=_INT32, shape=(num_rows,), device=device)
-        if not slots.request_of_row.is_contiguous():
-            raise ValueError("slots.request_of_row is not contiguous; allowed: a contiguous tensor")
+        check_contiguous(**{"slots.request_of_row": slots.request_of_row})
