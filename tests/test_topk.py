@@ -1,16 +1,20 @@
 import math
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_dsa import ops
 from vllm_dsa.ops import topk as topk_op
+from vllm_dsa.reference import topk as topk_twin
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 INF, NAN = math.inf, math.nan
 POISON = 0x7F7F7F7F
+SPECIAL = [0.0, -0.0, 1.0, 1.0 + 2**-7, -1.0, 2.0, NAN, -NAN, INF, -INF, 1e-7, -65504.0]
 
 
 def brute_force(logits, lengths, k, starts=None):
@@ -134,6 +138,72 @@ def test_equals_brute_force(rows, data):
     k = data.draw(st.integers(1, 12))
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
     check(torch.tensor(rows, dtype=dtype), lengths, k, starts)
+
+
+def by_stable_sort(window, k):
+    """A stable descending float64 sort with NaN last, the first k of it in ascending order."""
+    order = window.double().nan_to_num(nan=-math.inf, posinf=INF, neginf=-1e308).sort(descending=True, stable=True)
+    return order.indices[:k].sort().values
+
+
+@given(
+    rows=st.lists(st.lists(st.sampled_from(SPECIAL), min_size=13, max_size=13), min_size=1, max_size=7), data=st.data()
+)
+def test_equals_a_stable_float64_sort_in_any_groups_of_rows(rows, data):
+    def ints(low, high):
+        drawn = data.draw(st.lists(st.integers(low, high), min_size=len(rows), max_size=len(rows)))
+        return torch.tensor(drawn, dtype=torch.int32)
+
+    logits = torch.tensor(rows, dtype=torch.float64).to(data.draw(st.sampled_from(DTYPES)))
+    lengths, starts, request_of_row = ints(-2, 20), ints(0, 13), ints(0, 2)
+    k, block_size = data.draw(st.integers(1, 16)), data.draw(st.sampled_from([1, 4, 5]))
+    table = torch.randint(0, 1000, (3, 13), dtype=torch.int32)
+    values = torch.full((len(rows), k), NAN)
+    with mock.patch.object(topk_twin, "_GROUP_ELEMENTS_CPU", data.draw(st.sampled_from([1, 30, 1 << 18]))):
+        found = ops.topk_indices(logits, lengths, k, starts=starts, values=values)
+        slots = ops.topk_indices(
+            logits, lengths, k, starts=starts, slots=ops.SlotMap(table, block_size, request_of_row)
+        )
+    for row in range(len(rows)):
+        window = logits[row, starts[row] :][: max(0, int(lengths[row]))]
+        want = by_stable_sort(window, k)
+        count = len(want)
+        assert found[row].tolist() == want.tolist() + [-1] * (k - count)
+        assert torch.equal(values[row, :count].nan_to_num(nan=7.0), window[want].float().nan_to_num(nan=7.0))
+        assert (values[row, count:] == -INF).all()
+        of_request = table[request_of_row[row]]
+        assert slots[row, :count].tolist() == (of_request[want // block_size] * block_size + want % block_size).tolist()
+        assert (slots[row, count:] == -1).all()
+
+
+class OnOneDevice(TorchDispatchMode):
+    """Fails on an operation that mixes devices; on meta tensors, which have no values, reading one fails by itself."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given_to = [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, torch.Tensor)]
+        assert all(value.is_meta for value in given_to), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_value_is_read_on_the_host(dtype):
+    """So the twin can be captured in a CUDA graph, and what it launches depends on shapes alone."""
+
+    def empty(*shape, dtype=torch.int32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def run():
+        return ops.topk_indices(
+            empty(9, 1 << 20, dtype=dtype),
+            empty(9),
+            2048,
+            starts=empty(9),
+            values=empty(9, 2048, dtype=torch.float32),
+            slots=ops.SlotMap(empty(3, 99), 64, empty(9)),
+        )
+
+    with OnOneDevice():
+        assert run().shape == (9, 2048)
 
 
 def test_out_may_be_a_slice_of_a_larger_buffer(generator):

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 LOGITS_BACKENDS = ("auto", "deep_gemm", "sm90", "reference")
-TOPK_BACKENDS = ("auto", "sm90", "reference")
+TOPK_BACKENDS = ("auto", "sm90", "reference", "flashinfer", "deep_select")
+MLA_BACKENDS = ("auto", "triton", "flash_mla", "flashinfer", "reference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,14 @@ VARIABLES: dict[str, EnvVar] = {
     "VDSA_TOPK_BACKEND": EnvVar(
         default="auto",
         parse=_parser_of_choice(TOPK_BACKENDS),
-        help="Who chooses the top-k: auto (the Hopper kernel where it can), sm90 (only it), reference (torch).",
+        help="Who chooses the top-k: auto (the Hopper kernel where it can, else torch), sm90, reference (torch), or a "
+        "library that must be installed: flashinfer, deep_select (their own ties and NaN).",
+    ),
+    "VDSA_MLA_BACKEND": EnvVar(
+        default="auto",
+        parse=_parser_of_choice(MLA_BACKENDS),
+        help="Who computes MLA decode attention: auto (our kernel on CUDA, else torch), triton, reference (torch), or "
+        "a library that must be installed: flash_mla, flashinfer.",
     ),
     "VDSA_CACHE_DIR": EnvVar(
         default="auto",

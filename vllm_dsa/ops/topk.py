@@ -5,6 +5,7 @@ import torch
 from vllm_dsa import envs, reference
 from vllm_dsa.kernels.topk import ALIGNMENT, LOGITS_DTYPES, MAX_K, MAX_LENGTH, SlotMap, launch_topk, load_topk
 from vllm_dsa.ops._checks import FLOAT_DTYPES, check_contiguous, check_int, check_tensor, check_values
+from vllm_dsa.ops.topk_backend import LIBRARIES, topk_by_library
 from vllm_dsa.platform import check_current_device, is_hopper
 
 _INT32 = (torch.int32,)
@@ -57,17 +58,24 @@ def topk_indices(
     RuntimeError
         If the tensors are on another CUDA device than the current one.
     NotImplementedError
-        If ``VDSA_TOPK_BACKEND=sm90`` and the kernel does not take the arguments. Nothing is written then.
+        If ``VDSA_TOPK_BACKEND`` names our kernel (sm90) or a library, and that does not take the arguments. Nothing is
+        written then.
+    ImportError
+        If ``VDSA_TOPK_BACKEND`` names a library that cannot be imported. Nothing is written then.
 
     Notes
     -----
     The highest value wins and ties go to the lowest index. ``-0.0`` equals ``0.0``; NaN ranks below
     ``-inf``. The result of a row depends on that row alone, so it is the same on every rank and in every
-    batch. Not checked otherwise: values of `starts`, requests of rows and the block table's columns. On Hopper float32
-    and bfloat16 rows of up to 2**20 logits (three less where one starts off a multiple of 4 logits) and k up to 2048
-    take one launch, without host sync and with `out` without allocation: graph safe. Everything else (all with
-    ``VDSA_TOPK_BACKEND=reference``) is the torch twin, which allocates and syncs on a GPU, so it is not capturable in a
-    CUDA graph. Source: this project's rule on order and ties, and `vllm_dsa.kernels.topk`.
+    batch. Not checked otherwise: values of `starts`, requests of rows and the block table's columns.
+
+    On Hopper float32 and bfloat16 rows of up to 2**20 logits (three less where one starts off a multiple of 4 logits)
+    and k up to 2048 take one launch, without host sync and with `out` without allocation: graph safe. Everything else,
+    other GPUs too (all with ``VDSA_TOPK_BACKEND=reference``), is the torch twin: the same indices by many launches. It
+    does not sync either, but allocates, so in a CUDA graph it takes memory of the graph's pool.
+
+    ``VDSA_TOPK_BACKEND=flashinfer`` and ``=deep_select`` are never chosen unasked; their ties and NaN are not as above:
+    see `vllm_dsa.ops.topk_backend`. Source: this project's rule on order and ties, and `vllm_dsa.kernels.topk`.
     """
     check_tensor("logits", logits, dtypes=(*FLOAT_DTYPES, torch.float64), shape=(None, None))
     num_rows, width = logits.shape
@@ -90,10 +98,18 @@ def topk_indices(
         return out
     if starts is not None and envs.get("VDSA_VALIDATE"):
         check_values("starts", starts, (starts < 0) | (starts > width), f"0 to {width}")
-    if _uses_kernel(logits, lengths, starts, k):
+    backend = _backend(logits, lengths, starts, k)
+    if backend == "sm90":
         launch_topk(logits, lengths, k, out, starts=starts, values=values, slots=slots)
+        return out
+    if backend == "reference":
+        reference.topk_indices(logits, lengths, k, starts=starts, out=out)
     else:
-        _run_twin(logits, lengths, k, starts, out, values, slots)
+        topk_by_library(backend, logits, lengths, k, out, starts=starts)
+    if values is not None:
+        values.copy_(reference.logits_of_indices(logits, out, starts))
+    if slots is not None:
+        out.copy_(reference.slots_of_indices(out, slots.block_table, slots.block_size, slots.request_of_row))
     return out
 
 
@@ -106,23 +122,44 @@ def warmup_topk(k: int, device: torch.device) -> None:
         Of the launches to come.
     device : torch.device
         The current device, if it is a CUDA device.
+
+    Raises
+    ------
+    NotImplementedError, ImportError
+        If ``VDSA_TOPK_BACKEND`` names a library that does not take k, or that cannot be imported.
+
+    Notes
+    -----
+    A library chooses once from one row, which also makes the buffers that it keeps. The torch twin needs nothing.
     """
-    if device.type == "cuda" and k <= MAX_K and envs.get("VDSA_TOPK_BACKEND") != "reference" and is_hopper(device):
+    if device.type != "cuda":
+        return
+    choice = envs.get("VDSA_TOPK_BACKEND")
+    if choice in LIBRARIES:
+        _choose_once(k, device)
+    elif choice != "reference" and k <= MAX_K and is_hopper(device):
         load_topk(torch.float32)
 
 
-def _uses_kernel(logits: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor | None, k: int) -> bool:
-    choice = envs.get("VDSA_TOPK_BACKEND")
-    if choice == "reference":
-        return False
-    takes = _takes(logits, lengths, starts, k)
-    if choice == "sm90" and not takes:
+def _choose_once(k: int, device: torch.device) -> None:
+    lengths = torch.full((1,), k + 1, dtype=torch.int32, device=device)
+    topk_indices(torch.zeros((1, k + 1), device=device), lengths, k)
+
+
+def _backend(logits: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor | None, k: int) -> str:
+    """Who chooses: sm90, reference or a library."""
+    choice: str = envs.get("VDSA_TOPK_BACKEND")
+    if choice not in ("auto", "sm90"):
+        return choice
+    if _takes(logits, lengths, starts, k):
+        return "sm90"
+    if choice == "sm90":
         raise NotImplementedError(
             f"VDSA_TOPK_BACKEND=sm90, but the kernel does not take k {k} of {logits.dtype} logits of shape "
             f"{tuple(logits.shape)} on {logits.device}; allowed: on Hopper k up to {MAX_K}, rows of 1 to {MAX_LENGTH} "
             f"(some less off multiples of {ALIGNMENT}) and {', '.join(map(str, LOGITS_DTYPES))}"
         )
-    return takes
+    return "reference"
 
 
 def _takes(logits: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor | None, k: int) -> bool:
@@ -148,22 +185,6 @@ def _rows_fit(logits: torch.Tensor, starts: torch.Tensor | None) -> bool:
         )
         return is_aligned and width <= MAX_LENGTH
     return width > 0
-
-
-def _run_twin(
-    logits: torch.Tensor,
-    lengths: torch.Tensor,
-    k: int,
-    starts: torch.Tensor | None,
-    out: torch.Tensor,
-    values: torch.Tensor | None,
-    slots: SlotMap | None,
-) -> None:
-    reference.topk_indices(logits, lengths, k, starts=starts, out=out)
-    if values is not None:
-        values.copy_(reference.logits_of_indices(logits, out, starts))
-    if slots is not None:
-        out.copy_(reference.slots_of_indices(out, slots.block_table, slots.block_size, slots.request_of_row))
 
 
 def _check_slots(slots: SlotMap, num_rows: int, device: torch.device) -> None:

@@ -2,8 +2,10 @@
 
 import torch
 
-# Work arrays of one group of rows stay near 1 MiB each, so that they stay in the cache.
-_GROUP_ELEMENTS = 1 << 18
+# Logits of the rows that are worked on together. On a CPU each work array of a group (1 MiB) stays in the cache; on a
+# GPU few groups are few launches, and all work arrays take some 130 MiB.
+_GROUP_ELEMENTS_CPU = 1 << 18
+_GROUP_ELEMENTS_GPU = 1 << 22
 
 
 def topk_indices(
@@ -38,15 +40,17 @@ def topk_indices(
     Notes
     -----
     The highest value wins and ties go to the lowest index. ``-0.0`` equals ``0.0``; NaN ranks below
-    ``-inf``. The result of a row depends on that row alone. Starts are not checked here. No host sync, so it
-    may be captured in a CUDA graph; it allocates. Source: this project's rule on order and ties.
+    ``-inf``. The result of a row depends on that row alone. Starts are not checked here. Work is cut into groups of
+    rows by shapes and device alone, without a host sync, so it may be captured in a CUDA graph, whose pool then keeps
+    the work arrays of one group (about 30 bytes a logit). Source: this project's rule on order and ties.
     """
     num_rows, width = logits.shape
     if starts is None:
         starts = torch.zeros_like(lengths)
     if out is None:
         out = torch.empty((num_rows, k), dtype=torch.int32, device=logits.device)
-    group = max(1, _GROUP_ELEMENTS // max(1, width))
+    elements = _GROUP_ELEMENTS_CPU if logits.device.type == "cpu" else _GROUP_ELEMENTS_GPU
+    group = max(1, elements // max(1, width))
     for first in range(0, num_rows, group):
         rows = slice(first, first + group)
         _write_topk(logits[rows], starts[rows], lengths[rows], k, out[rows])
@@ -110,25 +114,26 @@ def slots_of_indices(
 
 
 def _write_topk(logits: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, k: int, out: torch.Tensor) -> None:
-    column = torch.arange(logits.shape[1], device=logits.device)
-    start = starts.to(torch.int64).unsqueeze(1)
-    visible = (column >= start) & (column < start + lengths.unsqueeze(1))
+    num_rows, width = logits.shape
+    index = torch.arange(width, dtype=torch.int32, device=logits.device) - starts.unsqueeze(1)
+    visible = (index >= 0) & (index < lengths.unsqueeze(1))
     keys = _sortable_keys(logits)
     keys = keys.masked_fill(~visible, torch.iinfo(keys.dtype).min)
-    chosen = _choose(keys, min(k, logits.shape[1])) & visible
+    chosen = _choose(keys, min(k, width)) & visible
 
-    # Every column writes somewhere, the ones not chosen into a slot that is thrown away: no sync to count them.
-    slot = torch.where(chosen, chosen.cumsum(dim=1) - 1, k)
-    compact = torch.full((logits.shape[0], k + 1), -1, dtype=torch.int32, device=logits.device)
-    compact.scatter_(1, slot, (column - start).to(torch.int32))
-    out.copy_(compact[:, :k])
+    # Every column writes somewhere, those not chosen into slot 0, which is thrown away: to list the chosen ones alone,
+    # the host would have to know their number.
+    slot = chosen.cumsum(dim=1).mul_(chosen)
+    compact = torch.full((num_rows, k + 1), -1, dtype=torch.int32, device=logits.device)
+    compact.scatter_(1, slot, index)
+    out.copy_(compact[:, 1:])
 
 
 def _choose(keys: torch.Tensor, k: int) -> torch.Tensor:
     """Mask of the k highest keys of each row: all above the k-th, and the first of those that equal it."""
     if k == 0:
         return torch.zeros_like(keys, dtype=torch.bool)
-    threshold = keys.topk(k, dim=1).values[:, -1:]
+    threshold = keys.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
     above = keys > threshold
     tied = keys == threshold
     room = k - above.sum(dim=1, keepdim=True)
