@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 from statistics import median
 
@@ -17,16 +18,20 @@ ROOMS = {
     "platform": set(),
     "envs": set(),
     "config": set(),
+    "attn_result": set(),
     "deep_gemm_wrapper": {"platform", "envs"},
-    "context_parallel": set(),
-    "reference": {"context_parallel"},
-    "kernels": {"_version", "platform", "envs"},
-    "ops": {"platform", "envs", "kernels", "reference", "deep_gemm_wrapper"},
+    "reference": {"attn_result"},
+    "kernels": {"_version", "platform", "envs", "attn_result"},
+    "ops": {"platform", "envs", "attn_result", "kernels", "reference", "deep_gemm_wrapper"},
+    "context_parallel": {"platform", "envs", "attn_result", "kernels", "reference", "ops"},
     "indexer": {"platform", "envs", "deep_gemm_wrapper", "context_parallel", "kernels", "reference", "ops"},
-    "runner": {"platform", "envs", "config", "deep_gemm_wrapper", "context_parallel", "reference", "ops", "indexer"},
+    "runner": {
+        *("platform", "envs", "config", "attn_result", "deep_gemm_wrapper", "context_parallel", "reference", "ops"),
+        "indexer",
+    },
     "bench": {
-        *("platform", "envs", "config", "deep_gemm_wrapper", "context_parallel", "reference", "ops", "indexer"),
-        "runner",
+        *("platform", "envs", "config", "attn_result", "deep_gemm_wrapper", "context_parallel", "reference", "ops"),
+        *("indexer", "runner"),
     },
     "cli": {"_version", "platform", "envs", "config", "deep_gemm_wrapper", "kernels", "indexer", "runner", "bench"},
 }
@@ -37,9 +42,20 @@ def room_of(path: Path) -> str:
     return parts[0].removesuffix(".py")
 
 
+def imports_at_run_time(node: ast.AST) -> list[ast.AST]:
+    """Every import statement, also within functions, but not what only a type checker runs."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [node]
+    if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        children = node.orelse
+    else:
+        children = list(ast.iter_child_nodes(node))
+    return [found for child in children for found in imports_at_run_time(child)]
+
+
 def imported_rooms(path: Path) -> set[str]:
     rooms = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in imports_at_run_time(ast.parse(path.read_text())):
         names = []
         if isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{path}: relative import"
@@ -54,6 +70,26 @@ def imported_rooms(path: Path) -> set[str]:
 def test_arrows_point_downwards(path):
     room = room_of(path)
     assert imported_rooms(path) <= ROOMS[room] | {room} | {"__version__"}
+
+
+def test_no_arrow_leads_back():
+    TopologicalSorter(ROOMS).prepare()
+
+
+def test_only_imports_for_the_type_checker_are_left_out(tmp_path):
+    path = tmp_path / "example.py"
+    path.write_text("""
+import typing
+if typing.TYPE_CHECKING:
+    from vllm_dsa.indexer import StepPlan
+else:
+    from vllm_dsa.ops import fold_q
+if not typing.TYPE_CHECKING:
+    import vllm_dsa.envs
+def late():
+    from vllm_dsa import config
+""")
+    assert imported_rooms(path) == {"ops", "envs", "config"}
 
 
 def test_files_are_small():

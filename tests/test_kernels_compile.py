@@ -10,11 +10,13 @@ import pytest
 PROGRAM = """
 import itertools, sys
 import torch, triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from vllm_dsa.kernels import expand_decode, fold_q, schedule, store_index_k
+from vllm_dsa.kernels import dcp_metadata, dcp_slots, expand_decode, fold_q, merge_lse, merge_topk
+from vllm_dsa.kernels import mla_combine, mla_decode, mla_tiles, schedule, store_index_k
 
-def compile_kernel(kernel, pointers, constexprs, floats=(), absent=()):
+def compile_kernel(kernel, pointers, constexprs, floats=(), absent=(), aligned=(), **options):
     names = kernel.arg_names
     signature = {}
     for name in names:
@@ -25,9 +27,11 @@ def compile_kernel(kernel, pointers, constexprs, floats=(), absent=()):
         else:
             signature[name] = "fp32" if name in floats else "i32"
     constants = {**constexprs, **{name: None for name in absent}}
-    source = ASTSource(kernel, signature, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32))
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attrs)
+    compiled = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options)
     assert compiled.asm["cubin"]
+    return compiled
 
 I32 = "*i32"
 for group, copies in itertools.product((1, 2, 4), (False, True)):
@@ -55,6 +59,53 @@ for rope, interleaved, hadamard, ue8m0 in ((0, False, False, False), (64, False,
         fold_q._fold_q_kernel, pointers, dict(variant, NUM_HEADS=64, HEADS=16),
         floats=("softmax_scale", "head_scale"), absent=absent,
     )
+is_hopper = sys.argv[1] == "90"
+mla_variants = (
+    (16, False, False, True, True), (64, True, True, False, False), (16, True, True, True, False),
+    (32, False, False, True, False), (64, False, False, True, True), (64, True, False, True, False),
+)
+# Its tiles are made for Hopper's shared memory; elsewhere it need only compile.
+for rows, sparse, fp8, split, ragged in mla_variants if is_hopper else mla_variants[:2]:
+    tile = mla_tiles.choose_tile(rows, is_sparse=sparse, is_fp8=fp8)
+    row = 656 if fp8 else 576
+    pointers = dict(
+        q_ptr="*bf16", cache_ptr="*u8" if fp8 else "*bf16", lens_ptr=I32, starts_ptr=I32, source_ptr=I32,
+        out_ptr="*fp32" if split else "*bf16", lse_ptr="*fp32",
+    )
+    constexprs = dict(
+        HEADS=rows, BLOCKS=1, BLOCK_SIZE=64, PAGE_STRIDE=64 * row, TOKEN_STRIDE=row, SPARSE=sparse, FP8=fp8,
+        SPLIT=split, ROWS=tile.rows, TOKENS=tile.tokens, STAGES=tile.num_stages, FACTOR=tl.bfloat16,
+    )
+    compiled = compile_kernel(
+        mla_decode._attend_kernel, pointers, constexprs, floats=("scale_log2",),
+        absent=() if ragged else ("starts_ptr",),
+        aligned=("q_ptr", "cache_ptr", "out_ptr", "q_token_stride", "q_head_stride"), num_warps=tile.num_warps,
+    )
+    # What a Hopper SM has, less what each of its programs takes for itself.
+    assert not is_hopper or compiled.metadata.shared + 1024 <= 228 * 1024 // tile.per_sm, compiled.metadata
+for dims in (128, 512):
+    pointers = dict(partial_out_ptr="*fp32", partial_lse_ptr="*fp32", out_ptr="*bf16", lse_ptr="*fp32")
+    compile_kernel(mla_combine._combine_kernel, pointers, dict(DIMS=dims, SPLITS=16))
+for from_slots, wide in itertools.product((False, True), (I32, "*i64")):
+    pointers = dict.fromkeys(dcp_metadata._POINTERS, I32)
+    pointers |= dict(seq_lens_ptr=wide, table_ptr=wide, req_pool_indices_ptr=wide)
+    constexprs = dict(FROM_SLOTS=from_slots, ROWS_BLOCK=4, COLUMNS=1024)
+    compile_kernel(dcp_metadata._dcp_metadata_kernel, pointers, constexprs)
+    pointers = dict(slot_mapping_ptr=wide, out_ptr=wide)
+    compile_kernel(dcp_slots._localize_slots_kernel, pointers, dict(BLOCK=256))
+for out, v_dim in (("*bf16", 512), ("*fp16", 128), ("*fp32", 96)):
+    lses = dict.fromkeys(("lse_ptr", "lses_ptr"), "*fp32")
+    block = dict(V=v_dim, HEADS=4, BLOCK_V=512 if v_dim > 128 else 128)
+    pointers = dict(lses, out_ptr=out, scaled_ptr=out)
+    compile_kernel(merge_lse._scale_kernel, pointers, dict(block, NUM_SHARDS=3))
+    pointers = dict(lses, out_ptr=out, outs_ptr=out)
+    compile_kernel(merge_lse._pack_kernel, pointers, block, floats=("to_natural",))
+    compile_kernel(merge_lse._combine_kernel, pointers, dict(block, NUM_SHARDS=3))
+for size in (2, 3):
+    pointers = dict.fromkeys(("candidates_ptr", "values_ptr", "ids_ptr", "lengths_ptr"), I32)
+    compile_kernel(merge_topk._order_kernel, pointers, dict(SIZE=size, STEPS=12, BLOCK=256))
+pointers = dict.fromkeys(("indices_ptr", "local_ptr", "counts_ptr"), I32)
+compile_kernel(merge_topk._localize_kernel, pointers, dict(BLOCK=1024))
 """
 
 

@@ -1,16 +1,21 @@
 """The arithmetic of DCP: tokens go round the ranks in runs of `interleave`."""
 
 from dataclasses import dataclass
-from typing import overload
+from typing import TypeVar, overload
 
 import torch
+
+_IntOrTensor = TypeVar("_IntOrTensor", int, torch.Tensor)
 
 
 @dataclass(frozen=True, slots=True)
 class DcpLayout:
     """How the cached tokens of a request are spread over the ranks of a DCP group.
 
-    Token ``t`` lives on rank ``(t // interleave) % size``, as in vLLM and (with interleave 1) SGLang.
+    Token ``t`` lives on rank ``(t // interleave) % size``, as in vLLM and (with interleave 1) SGLang. Any size, not
+    only powers of two. Every method takes an int or an integer tensor of any shape and device, keeps its dtype, and is
+    graph safe; negative positions and lengths are not checked. With ``size == 1`` lengths and positions are returned
+    as they are: the same object.
 
     Attributes
     ----------
@@ -18,6 +23,11 @@ class DcpLayout:
         The group's size and this process's place in it.
     interleave : int
         Neighbouring tokens that stay on one rank.
+
+    Raises
+    ------
+    ValueError
+        If one of them is out of range.
     """
 
     size: int = 1
@@ -39,8 +49,8 @@ class DcpLayout:
     def local_lens(self, global_lens: int | torch.Tensor) -> int | torch.Tensor:
         """Return how many of the first `global_lens` tokens live on this rank.
 
-        With ``size == 1`` the argument itself is returned. Lengths must not be negative (not checked). A new token
-        grows exactly one rank's length, its owner's. Works on an int or an integer tensor of any shape; graph safe.
+        Over the ranks these sum to `global_lens`, and a new token grows exactly one rank's length, its owner's. So they
+        do not advance by one per query row: localise each row's own bound, never a request's length minus an offset.
         """
         if self.size == 1:
             return global_lens
@@ -50,3 +60,42 @@ class DcpLayout:
         if isinstance(rest, torch.Tensor):
             return whole + rest.clamp(0, self.interleave)
         return whole + min(max(rest, 0), self.interleave)
+
+    def local_max_len(self, max_len: int) -> int:
+        """Return this rank's length where the longest global one is `max_len`, and at least 1.
+
+        Local lengths never shrink when the global one grows, so the longest request has the longest share. A batch of
+        empty shards still has to be legal for a kernel that schedules by this bound.
+        """
+        return max(self.local_lens(max_len), 1)
+
+    def owner(self, positions: _IntOrTensor) -> _IntOrTensor:
+        """Return the rank on which each position lives."""
+        return positions // self.interleave % self.size
+
+    def local_pos(self, positions: _IntOrTensor) -> _IntOrTensor:
+        """Return where each position lies among the tokens of its owner, whichever rank that is."""
+        if self.size == 1:
+            return positions
+        return positions // (self.size * self.interleave) * self.interleave + positions % self.interleave
+
+    def global_pos(self, local_positions: _IntOrTensor) -> _IntOrTensor:
+        """Return the positions of this rank's tokens; the inverse of :meth:`local_pos` on what this rank owns."""
+        if self.size == 1:
+            return local_positions
+        run = local_positions // self.interleave * self.size + self.rank
+        return run * self.interleave + local_positions % self.interleave
+
+    def check_block_size(self, block_size: int) -> None:
+        """Check that a page's tokens can be shared out evenly.
+
+        A page stands for ``block_size * size`` consecutive tokens, of which every rank holds `block_size`. That needs
+        whole runs: `interleave` divides `block_size` (any does where ``size == 1``).
+
+        Raises
+        ------
+        ValueError
+            If it does not.
+        """
+        if self.size > 1 and block_size % self.interleave:
+            raise ValueError(f"block_size is {block_size}; allowed: multiples of the interleave, {self.interleave}")

@@ -1,10 +1,11 @@
 """The expansion of a decode step into kernel rows: groups of query rows, each with its own length."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vllm_dsa.context_parallel.layout import DcpLayout
+if TYPE_CHECKING:
+    from vllm_dsa.context_parallel.layout import DcpLayout
 
 
 class ExpandedDecode(NamedTuple):
@@ -43,7 +44,7 @@ def expand_decode(
     num_groups: int,
     num_tokens: int,
     block_size: int,
-    dcp: DcpLayout,
+    dcp: "DcpLayout",
     compress_ratio: int,
 ) -> ExpandedDecode:
     """Expand a decode step into groups of `group_size` query rows.
